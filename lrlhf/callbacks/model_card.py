@@ -115,6 +115,8 @@ class _Usage(NamedTuple):
         place = repr(repo or "path/to/this/folder")
         if architecture.endswith("ForSequenceClassification"):
             return cls("text-classification", "transformers", _CLASSIFIER.format(place=place))
+        if architecture.endswith("ForTokenClassification"):
+            return cls("token-classification", "transformers", _STEPS.format(place=place))
         if (folder / HEAD_CONFIG).exists():
             return cls("text-classification", "lrlhf", _REWARD.format(place=place))
         if architecture.endswith("ForConditionalGeneration"):
@@ -142,6 +144,12 @@ tokenizer = AutoTokenizer.from_pretrained({place})
 model = AutoModelForSequenceClassification.from_pretrained({place})
 text = "…" + tokenizer.eos_token  # prompt and response; a chat goes through the chat template
 print(model(**tokenizer(text, return_tensors="pt")).logits)"""
+_STEPS = """\
+from lrlhf.modules import ProcessRewardModel
+
+# or AutoModelForTokenClassification: class 1 says that the step which ends at a token is correct
+reward = ProcessRewardModel({place})
+print(reward.score("prompt", ["first step", "second step"]))"""
 _REWARD = """\
 from lrlhf.modules import RewardModel
 

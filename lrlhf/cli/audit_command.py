@@ -54,7 +54,7 @@ def audit_data(config: Namespace, build: Callable[[], L.LightningDataModule]) ->
         raise MistakeError(
             ("data",),
             f"{type(data).__name__} is no data module whose rows can be looked at one by one; use "
-            "PromptDataModule or PreferenceDataModule",
+            "PromptDataModule, PreferenceDataModule or SupervisedDataModule",
         )
     room = options_of(options_of(sections["model"]).get("sampling")).get("max_new_tokens")
     try:

@@ -100,6 +100,7 @@ class CheapParts:
         defaults: dict[str, Any] = {
             name: getattr(owner, name, None) for name in needed if name.startswith("default_")
         }
+        defaults["scored"] = options_of(self._model).get("rewards") is not None
         parser = Parser()
         try:
             names = inspect.signature(owner).parameters

@@ -70,7 +70,8 @@ def _add_sides(parser: argparse.ArgumentParser) -> None:
 
 def _add_questions(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--metric", help="what is decided by; default: score, of reward models accuracy"
+        "--metric",
+        help="what is decided by; default: score, of pairs accuracy, of given texts mean_logprob",
     )
     parser.add_argument(
         "--by",

@@ -119,9 +119,9 @@ def _evaluate(model: str, source: str, flags: Sequence[str], option: str, output
 
 
 def _folder_name(model: str) -> str:
-    """Name a folder so that ``a/final`` and ``b/final`` have different ones."""
+    """Name a folder so that ``a/final`` and ``b/final`` have different ones, which tell them."""
     digest = hashlib.sha256(str(model).encode()).hexdigest()[:8]
-    return f"{Path(model).name}-{digest}"
+    return "-".join([*(part for part in Path(model).parts[-4:] if part.strip("./")), digest])
 
 
 def _model_option(configs: Sequence[str], folders_of_code: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import NonNegativeFloat, PositiveInt
 
-from lrlhf.modules import RewardModel, TrainingModule
+from lrlhf.modules import DPO, SFT, RewardModel, TrainingModule
 from lrlhf.modules.policy.batch_plan import BatchPlan, Quantity, table_of
 from lrlhf.planning.batch_sizes import has_batch_plan, planned_batches
 from lrlhf.planning.config_entries import is_a, options_of
@@ -56,7 +56,8 @@ def describe_run(config: Namespace) -> Iterator[str]:
     """Say in numbers what a run would do, and what memory it needs, from its config alone.
 
     Modules that generate ``num_generations`` responses per prompt and have a group of options
-    ``update`` get a batch plan, whatever their class; reward models get the size of their steps.
+    ``update`` get a batch plan, whatever their class; those that are trained on given texts or
+    pairs get the size of their steps.
 
     Yields:
         Paragraphs, as they are known: memory takes up to a minute to work out.
@@ -75,8 +76,9 @@ def describe_run(config: Namespace) -> Iterator[str]:
     title = f"{model['class_path']} on {data['class_path']}\n\n"
     if not isinstance(batch_size, int):
         reason = f"{data['class_path']} has no option batch_size"
-    elif is_a(model, RewardModel):
-        yield title + _pair_tables(batch_size, trainer, ranks)
+    elif is_a(model, RewardModel) or is_a(model, DPO) or is_a(model, SFT):
+        tables = _text_tables if is_a(model, SFT) else _pair_tables
+        yield title + tables(batch_size, trainer, ranks)
         yield memory_report(sections, None, ranks.number or 1, device_size)
         return
     elif has_batch_plan(options):
@@ -170,5 +172,17 @@ def _pair_tables(batch_size: int, trainer: Mapping[str, Any], ranks: Quantity) -
         Quantity("pairs per batch and process", batch_size, "data.batch_size"),
         Quantity("batches per process", batches, "trainer.accumulate_grad_batches"),
         Quantity("pairs", pairs, origin),
+    ]
+    return f"{table_of('the run', [ranks, steps])}\n\n{table_of('one optimizer step', step)}"
+
+
+def _text_tables(batch_size: int, trainer: Mapping[str, Any], ranks: Quantity) -> str:
+    if batch_size < 1:
+        raise ValueError(f"data.batch_size is {batch_size}; it must be 1 or more")
+    steps = training_steps(trainer, "optimizer steps")
+    rows = batch_size * (ranks.number or 1)
+    step = [
+        Quantity("rows per process", batch_size, "data.batch_size"),
+        Quantity("rows", rows, "data.batch_size × processes"),
     ]
     return f"{table_of('the run', [ranks, steps])}\n\n{table_of('one optimizer step', step)}"

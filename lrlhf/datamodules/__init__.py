@@ -2,8 +2,10 @@
 
 from lrlhf.datamodules.core import RowDataModule
 from lrlhf.datamodules.datasets.media_pairs import MediaPairs
+from lrlhf.datamodules.datasets.published_steps import PublishedSteps
 from lrlhf.datamodules.datasets.ratings import RatedPairs, RatedText
 from lrlhf.datamodules.datasets.tasks import ReasoningGym
+from lrlhf.datamodules.datasets.verdict_tasks import VerdictTasks
 from lrlhf.datamodules.loading.loader import EvalLoader, TrainLoader
 from lrlhf.datamodules.loading.sources import FileSource, HubSource, MemorySource, Source, Weighted
 from lrlhf.datamodules.loading.validation import ValidationSet
@@ -12,6 +14,7 @@ from lrlhf.datamodules.prompts import PromptDataModule
 from lrlhf.datamodules.replay import ReplayDataModule
 from lrlhf.datamodules.row_kind import RowKind
 from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow
+from lrlhf.datamodules.stepwise import StepwiseDataModule
 from lrlhf.datamodules.supervised import SupervisedDataModule
 from lrlhf.datamodules.text import TextDataModule
 
@@ -25,6 +28,7 @@ __all__ = [
     "MemorySource",
     "PreferenceDataModule",
     "PromptDataModule",
+    "PublishedSteps",
     "RatedPairs",
     "RatedText",
     "ReasoningGym",
@@ -32,9 +36,11 @@ __all__ = [
     "RowDataModule",
     "RowKind",
     "Source",
+    "StepwiseDataModule",
     "SupervisedDataModule",
     "TextDataModule",
     "TrainLoader",
     "ValidationSet",
+    "VerdictTasks",
     "Weighted",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -271,6 +271,16 @@ class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
             for split in held.values()
         ]
         return loaders[0] if self.val_names == ("",) else loaders
+
+    def every_row(self) -> Iterator[BatchT]:
+        """Go through all train and validation rows once, in order, this rank's share of them.
+
+        The position in the train data stays where it is. All ranks get equally many batches.
+        """
+        _, (train, held), fetching = self._ready
+        fetching, ranks = replace(fetching, drop=True), data_ranks(self.trainer)
+        for split in (train, *held.values()):
+            yield from EvalLoader(split.values, self._batch_size, fetching=fetching, ranks=ranks)
 
     def test_dataloader(self) -> EvalLoader[RowT, BatchT] | list[EvalLoader[RowT, BatchT]]:
         return self.val_dataloader()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import lightning as L
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from lrlhf.datamodules.loading.sources import Data
+from lrlhf.datamodules.loading.sources import Data, distinct_names
 from lrlhf.datamodules.loading.splits import Split
-from lrlhf.datamodules.loading.validation import Validation
+from lrlhf.datamodules.loading.validation import Validation, title_of
 from lrlhf.datamodules.row_kind import RowKind
 from lrlhf.datamodules.rows.bad_rows import BadDataError
 from lrlhf.datamodules.rows.chat import ChatFormat
@@ -22,6 +24,11 @@ from lrlhf.datamodules.rows.preference_rows import PairDraft, PreferenceParser, 
 from lrlhf.datamodules.rows.prompt_rows import PromptTemplate
 from lrlhf.datamodules.text import TextDataModule, of_module
 from lrlhf.types import PreferenceBatch
+
+logger = logging.getLogger(__name__)
+
+MOST_SOURCES = 32
+"""Sources that have metrics of their own, at most: each adds several."""
 
 
 class PreferenceDataModule(TextDataModule[PairRow, PreferenceBatch]):
@@ -39,12 +46,12 @@ class PreferenceDataModule(TextDataModule[PairRow, PreferenceBatch]):
     - ``chosen`` and ``rejected`` that begin with the same prompt: messages, transcripts as in
       HH-RLHF, or text;
     - ``candidate0``, ``candidate1`` and a label per head: A, B or C (equal), see `LabelReader`;
-    - ``image_0``, ``image_1`` (also ``images_…``, ``video_…``, ``videos_…``) with a label per head,
-      or ``image_chosen``, ``image_rejected``: candidates that are shown to a vision-language model,
-      beside the ``prompt`` or under an ``instruction``.
+    - ``image_0``, ``image_1`` (also ``images_…``, ``video_…``, ``videos_…``, ``audio_…``,
+      ``audios_…``) with a label per head, or ``image_chosen``, ``image_rejected``: candidates that
+      are shown to a multimodal model, beside the ``prompt`` or under an ``instruction``.
 
     Answers to a prompt that shows something have it in the parts of their messages, or in the
-    columns ``image``, ``images``, ``video`` and ``videos``.
+    columns ``image``, ``images``, ``video``, ``videos``, ``audio`` and ``audios``.
 
     Plain text ends with the tokenizer's end-of-sequence token. A row's ``margin`` says by how much
     the better answer should win. All other columns end up in the batch's ``info``.
@@ -66,8 +73,8 @@ class PreferenceDataModule(TextDataModule[PairRow, PreferenceBatch]):
         as_chat: Make plain prompts and answers the turns of a chat.
         hh_as_chat: Make ``Human: … Assistant: …`` transcripts the turns of a chat; else they are
             kept as they are.
-        instruction: A jinja2 template over the columns, for the system turn of pairs of images or
-            videos, which are then shown alone: ``"Rate this picture of: {{ prompt }}"``.
+        instruction: A jinja2 template over the columns, for the system turn of pairs of images,
+            videos or audio, which are then shown alone: ``"Rate this picture of: {{ prompt }}"``.
         max_tokens: Pairs with a longer candidate are left out and counted, never cut.
         **options: Those of `TextDataModule` (tokenizer, chat template, tools, media) and
             `RowDataModule` (batch sizes, held-out rows, order, workers).
@@ -107,11 +114,32 @@ class PreferenceDataModule(TextDataModule[PairRow, PreferenceBatch]):
         self._max_tokens = max_tokens
         self._given_heads = head_names
         self._heads: tuple[str, ...] = ()
+        self._sources: dict[str | None, tuple[Split[PairRow], Mapping[str, str]]] = {}
 
     @property
     def head_names(self) -> tuple[str, ...]:
         """The heads in the order of the labels; known after `setup`."""
         return self._heads
+
+    def source_names(self, val: str | None = None) -> Mapping[str, str]:
+        """Return what metrics call each value of the rows' column ``source``.
+
+        In a mixture a row has the name of its entry there, unless it has such a column.
+
+        Args:
+            val: Of this validation set; None: of the train rows.
+
+        Returns:
+            Names by value, in the order of the data; empty where all rows have the same, or where
+            there are more than `MOST_SOURCES`.
+        """
+        if self._splits is None:  # a step that is taken again has no data
+            return {}
+        train, held = self._splits
+        split = train if val is None else held[val]
+        if split is not self._sources.get(val, (None, {}))[0]:
+            self._sources[val] = split, _source_names(split, val)
+        return self._sources[val][1]
 
     def _pairs(
         self, trainer: L.Trainer | None, **changed: Any
@@ -155,6 +183,17 @@ def _parser_of(
         instruction=template,
         **columns,
     )
+
+
+def _source_names(split: Split[PairRow], val: str | None) -> Mapping[str, str]:
+    found = dict.fromkeys(str(row.info["source"]) for row in split.values if "source" in row.info)
+    if len(found) > MOST_SOURCES:
+        rank_zero_only(logger.info)(
+            "the column source of the %s rows has %d values: metrics do not tell them apart",
+            "train" if val is None else title_of(val),
+            len(found),
+        )
+    return distinct_names(found) if 1 < len(found) <= MOST_SOURCES else {}
 
 
 def _check(heads: Sequence[str], split: Split[PairRow], what: str) -> Split[PairRow]:

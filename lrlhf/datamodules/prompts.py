@@ -49,10 +49,10 @@ class PromptDataModule(TextDataModule[PromptRow, PromptBatch]):
     prompt that both answers share, and the better one as ``reference``. A row's ``tools`` and
     ``chat_template_kwargs`` reach the template.
 
-    A vision-language model is shown what the parts of messages (``{"type": "image", "image": …}``)
-    and the columns ``image``, ``images``, ``video`` and ``videos`` hold: paths, bytes, ``data:``
-    URIs, pixels. They are read when a row comes into a batch; rewards get them as ``images`` and
-    ``videos``.
+    A multimodal model is shown what the parts of messages (``{"type": "image", "image": …}``)
+    and the columns ``image``, ``images``, ``video``, ``videos``, ``audio`` and ``audios`` hold:
+    paths, bytes, ``data:`` URIs, pixels, samples. They are read when a row comes into a batch;
+    rewards get them as ``images``, ``videos`` and ``audios``.
 
     Args:
         train: One source, a list of them, or rows; `Weighted` entries give each a share of an

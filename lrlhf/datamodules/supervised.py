@@ -33,9 +33,10 @@ class SupervisedDataModule(TextDataModule[SupervisedRow, SupervisedBatch]):
     - ``prompt`` and ``completion``: text, or turns;
     - ``text``: plain text.
 
-    One data set may mix them. Plain text ends with the tokenizer's end-of-sequence token. Images
-    and videos stand in the parts of messages, or in the columns ``image``, ``images``, ``video``
-    and ``videos``; no loss is on them. The loss is never on the first token of a text.
+    One data set may mix them. Plain text ends with the tokenizer's end-of-sequence token. Images,
+    videos and audio stand in the parts of messages, or in the columns ``image``, ``images``,
+    ``video``, ``videos``, ``audio`` and ``audios``; no loss is on them. The loss is never on the
+    first token of a text.
 
     Args:
         train: One source, a list of them, or rows; `Weighted` entries give each a share of an

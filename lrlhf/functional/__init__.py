@@ -30,6 +30,8 @@ from lrlhf.functional.algorithms import (
 )
 from lrlhf.functional.algorithms.cispo import cispo_policy_loss
 from lrlhf.functional.algorithms.cpgd import cpgd_policy_loss
+from lrlhf.functional.algorithms.gmpo import geometric_mean_policy_loss
+from lrlhf.functional.distillation import generalized_jsd, teacher_advantages
 from lrlhf.functional.importance import IMPORTANCE_MODES, ImportanceMode, importance_weights
 from lrlhf.functional.kl import adaptive_kl_coef, kl_estimate, shape_rewards
 from lrlhf.functional.linear_logprobs import LinearHead
@@ -102,6 +104,8 @@ __all__ = [
     "dft_loss",
     "discounted_returns",
     "generalized_advantages",
+    "generalized_jsd",
+    "geometric_mean_policy_loss",
     "group_mean_advantages",
     "group_normalized_advantages",
     "has_baseline",
@@ -130,6 +134,7 @@ __all__ = [
     "spread_over_tokens",
     "spread_over_turns",
     "standardize",
+    "teacher_advantages",
     "tie_loss",
     "token_logprobs",
     "token_rewards",

@@ -36,7 +36,8 @@ class EstimatorInputs(NamedTuple):
     """The critic's, when the rollout was taken; None: there is no critic."""
     rows: Mapping[str, Float[Tensor, " B"]] = {}
     """Further columns per response by name: ``reward/<function>``, what each reward function gave,
-    and the score of whatever the algorithm has sampled ``beside`` the responses."""
+    ``weight/<function>``, what that counts in the score (NaN: the function was not asked), and the
+    score of whatever the algorithm has sampled ``beside`` the responses."""
     tokens: Mapping[str, Float[Tensor, "B T"]] = {}
     """Further columns per token by name, as far as an iteration has them: ``sampling_logprobs`` of
     the engine, ``old_logprobs`` of the policy and ``ref_logprobs`` of the reference."""
@@ -66,6 +67,8 @@ class Estimator(NamedTuple):
     """Whether it reads ``inputs.turn_rewards``; else they only count as parts of the scores."""
     per_turn: bool = False
     """Whether it compares turns, so that those of one response have advantages of their own."""
+    uses_rewards: bool = False
+    """Whether it reads the values of single rewards in ``inputs.rows`` in place of the scores."""
     uses_kl: bool = True
     """Whether it subtracts ``inputs.kl``; else a KL penalty can only go into the loss."""
     options: Mapping[str, Any] = {}
@@ -88,6 +91,8 @@ class PolicyLoss(NamedTuple):
     """Mode of :func:`lrlhf.functional.policy.aggregate`; for sequences, their mean."""
     options: Mapping[str, Any] = {}
     """Keyword arguments of the function."""
+    clips_tokens: bool = False
+    """Of a loss per sequence: whether its ratio is a mean of ratios that are clipped one by one."""
 
     @property
     def term_aggregate(self) -> Aggregate:
@@ -96,7 +101,8 @@ class PolicyLoss(NamedTuple):
         That of the loss itself, so that terms and loss keep their proportion at any length: the
         gradient of a ratio of whole responses is a sum over their tokens, and so is the term's.
         """
-        if self.level == "token" or self.options.get("length_normalized"):
+        averaged = self.clips_tokens or self.options.get("length_normalized")
+        if self.level == "token" or averaged:
             return self.aggregate
         return "sequence_sum"
 

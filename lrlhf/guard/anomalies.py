@@ -102,7 +102,7 @@ def reference_kl(experience: Experience) -> Tensor | None:
     if policy is None:
         policy, estimator = experience.old_logprobs, "k1"
     if policy is None:
-        policy = experience.sampling_logprobs
+        policy = experience.engine_logprobs
     estimate = kl_estimate(policy, experience.ref_logprobs, estimator=estimator)
     return masked_sum(estimate, experience.response_mask, 1)
 

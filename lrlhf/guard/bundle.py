@@ -13,10 +13,20 @@ from torch import Tensor
 
 from lrlhf.rollout.records import plain_json
 from lrlhf.run.atomic import naming
-from lrlhf.types import Experience, Media, PreferenceBatch, Rollout, SequenceBatch, TensorBatch
+from lrlhf.types import (
+    Experience,
+    Media,
+    PreferenceBatch,
+    Rollout,
+    SequenceBatch,
+    StepBatch,
+    TeacherTokens,
+    TensorBatch,
+)
 
 _KINDS: dict[str, type[TensorBatch]] = {
-    kind.__name__: kind for kind in (Experience, PreferenceBatch, Rollout, SequenceBatch)
+    kind.__name__: kind
+    for kind in (Experience, PreferenceBatch, Rollout, SequenceBatch, StepBatch, TeacherTokens)
 }
 
 
@@ -29,7 +39,8 @@ class StepBundle:
     """Inputs of one rank's step: batches, seeds and further values.
 
     Attributes:
-        stage: Which step: iteration, policy, value, joint, reward, supervised or preference.
+        stage: Which step: iteration, policy, value, joint, reward, supervised, preference or
+            steps.
         batches: By name.
         seeds: Arguments of `seed_everything_for` that the step, or each of its micro-batches, was
             seeded with.

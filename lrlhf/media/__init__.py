@@ -1,10 +1,12 @@
-"""Images and videos: from what a row names to what a vision-language model reads."""
+"""Images, videos and audio: from what a row names to what a model reads."""
 
+from lrlhf.media.audio import Audio, read_audio
 from lrlhf.media.decode import BadRow, MediaError, MediaOptions, Video, read_image, read_video
 from lrlhf.media.processing import Encoded, MediaProcessor
 from lrlhf.media.refs import MediaRefs, media_name
 
 __all__ = [
+    "Audio",
     "BadRow",
     "Encoded",
     "MediaError",
@@ -13,6 +15,7 @@ __all__ = [
     "MediaRefs",
     "Video",
     "media_name",
+    "read_audio",
     "read_image",
     "read_video",
 ]

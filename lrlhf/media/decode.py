@@ -55,12 +55,12 @@ class BadRow(ValueError):  # noqa: N818 - one row is a finding to be counted, no
 
 
 class MediaError(BadRow):
-    """An image or video that cannot be used."""
+    """An image, video or audio that cannot be used."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MediaOptions:
-    """How images and videos are read.
+    """How images, videos and audio are read.
 
     Args:
         root: Folder that relative paths start from, and that holds all files which rows may name;
@@ -70,8 +70,8 @@ class MediaOptions:
             kept; None: only the model's own processor scales.
         fps: Frames per second that are taken from a video.
         max_frames: Frames that are taken from one video at most, evenly over its length.
-        check: What is looked at before training. "files": that files are there and are images;
-            "all": every image and video is read, and its tokens are counted; "auto": all where
+        check: What is looked at before training. "files": that files are there and are images
+            or audio; "all": everything is read, and its tokens are counted; "auto": all where
             there are at most 2,000 rows. What turns out broken later is replaced by the next row,
             and logged.
     """
@@ -116,7 +116,7 @@ def read_image(value: Any, options: MediaOptions) -> Image.Image:
         MediaError: It is missing, broken, empty, or of another type.
     """
     name = media_name(value)
-    with _explained("broken image", name), _opened_image(value, name) as opened:
+    with explained("broken image", name), _opened_image(value, name) as opened:
         _check_size(opened.size, name)
         upright = ImageOps.exif_transpose(opened)
         image = _rgb(opened if upright is None else upright)
@@ -130,7 +130,7 @@ def check_image(value: Any) -> tuple[int, int]:
         MediaError: It is no image.
     """
     name = media_name(value)
-    with _explained("broken image", name), _opened_image(value, name) as opened:
+    with explained("broken image", name), _opened_image(value, name) as opened:
         _check_size(opened.size, name)
         return opened.size
 
@@ -149,7 +149,7 @@ def read_video(value: Any, options: MediaOptions) -> Video:
     name = media_name(value)
     if isinstance(value, Video):
         return value
-    value = _content(value, name)
+    value = local_content(value, name)
     if isinstance(value, np.ndarray):
         if value.dtype != np.uint8 or value.ndim != 4:
             raise MediaError(
@@ -170,14 +170,14 @@ def read_video(value: Any, options: MediaOptions) -> Video:
 def check_video(value: Any) -> None:
     """Make sure that a video's file is there and not empty, or raise `MediaError`."""
     name = media_name(value)
-    content = None if isinstance(value, Video) else _content(value, name)
+    content = None if isinstance(value, Video) else local_content(value, name)
     empty = content.stat().st_size == 0 if isinstance(content, Path) else False
     if empty or (isinstance(content, Sequence | np.ndarray) and len(content) == 0):
         raise MediaError("video without frames", f"{name} is empty")
 
 
 @contextmanager
-def _explained(reason: str, name: str, *more: type[Exception]) -> Iterator[None]:
+def explained(reason: str, name: str, *more: type[Exception]) -> Iterator[None]:
     """Turn what the readers of damaged files raise into a `MediaError`."""
     try:
         yield
@@ -187,7 +187,7 @@ def _explained(reason: str, name: str, *more: type[Exception]) -> Iterator[None]
         raise MediaError(reason, f"{name}: {error}") from error
 
 
-def _content(value: Any, name: str) -> Any:
+def local_content(value: Any, name: str) -> Any:
     """Turn what a row holds into an existing path, bytes, an array, or what it is."""
     if isinstance(value, Mapping):
         inner = value.get("bytes")
@@ -220,18 +220,19 @@ def _is_file(path: Path) -> bool:
 
 def _data_uri(value: str, name: str) -> bytes:
     head, _, data = value.partition(",")
+    reason = "broken audio" if head.startswith("data:audio/") else "broken image"
     if not head.endswith(";base64"):
-        raise MediaError("broken image", f"{name} is a data: URI that is not base64")
+        raise MediaError(reason, f"{name} is a data: URI that is not base64")
     try:
         return base64.b64decode(data, validate=True)
     except binascii.Error as error:
-        raise MediaError("broken image", f"{name}: {error}") from error
+        raise MediaError(reason, f"{name}: {error}") from error
 
 
 def _opened_image(value: Any, name: str) -> Image.Image:
     if isinstance(value, Image.Image):
         return value.copy()  # closed afterwards
-    content = _content(value, name)
+    content = local_content(value, name)
     if isinstance(content, Path):
         return Image.open(content)
     if isinstance(content, bytes):
@@ -312,7 +313,7 @@ def _is_animation(content: Path | bytes) -> bool:
 
 
 def _animation(content: Path | bytes, name: str, options: MediaOptions) -> Video:
-    with _explained("broken video", name), Image.open(_handle(content)) as opened:
+    with explained("broken video", name), Image.open(_handle(content)) as opened:
         _check_size(opened.size, name)
         frames = [frame.copy() for frame in ImageSequence.Iterator(opened)]
         # of a WebP it is known only now
@@ -325,7 +326,7 @@ def _animation(content: Path | bytes, name: str, options: MediaOptions) -> Video
 
 def _film(content: Path | bytes, name: str, options: MediaOptions) -> Video:
     av = _pyav()
-    with _explained("broken video", name, av.error.FFmpegError):
+    with explained("broken video", name, av.error.FFmpegError):
         # a stream may not say how many frames it has: they are counted first
         count, fps = _measure(av, content)
         if not count:

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.video_utils import VideoMetadata
 
+from lrlhf.media.audio import Audio, check_audio, read_audio
 from lrlhf.media.decode import (
     MediaError,
     MediaOptions,
@@ -28,6 +29,7 @@ from lrlhf.models import placeholder_ids
 from lrlhf.types import Media
 
 _TEXT_KEYS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+_KINDS = ("image", "video", "audio")
 _GRIDS = {"image": "image_grid_thw", "video": "video_grid_thw"}
 
 
@@ -40,7 +42,7 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class MediaProcessor:
-    """Turns a text with placeholders, and its images and videos, into tokens and tensors."""
+    """Turns a text with placeholders, and what it shows, into tokens and tensors."""
 
     processor: ProcessorMixin
     placeholders: Mapping[str, int]
@@ -87,12 +89,24 @@ class MediaProcessor:
 
     @property
     def markers(self) -> dict[str, str]:
-        """What stands in a text for one image or video, by kind, before the processor counts."""
-        found = {kind: vars(self.processor).get(f"{kind}_token") for kind in ("image", "video")}
+        """What stands in a text for one image, video or audio, before the processor counts."""
+        found = {kind: vars(self.processor).get(f"{kind}_token") for kind in _KINDS}
         return {kind: str(token) for kind, token in found.items() if token}
 
+    @property
+    def max_seconds(self) -> float | None:
+        """The longest audio that the processor does not cut off; None: it does not tell."""
+        extractor = vars(self.processor).get("feature_extractor")
+        samples = getattr(extractor, "n_samples", None)
+        return None if samples is None else samples / self._sampling_rate
+
+    @property
+    def _sampling_rate(self) -> int:
+        extractor: Any = vars(self.processor)["feature_extractor"]
+        return int(extractor.sampling_rate)
+
     def check(self, text: str, refs: MediaRefs) -> None:
-        """Look at all that can be known of a row without reading pixels.
+        """Look at all that can be known of a row without reading pixels or samples.
 
         Raises:
             MediaError: The placeholders do not fit the media, or a file is missing or no image.
@@ -102,6 +116,8 @@ class MediaProcessor:
             check_image(image)
         for video in refs.videos:
             check_video(video)
+        for audio in refs.audios:
+            check_audio(audio, self.max_seconds)
 
     def read(
         self,
@@ -121,8 +137,9 @@ class MediaProcessor:
         self._check_counts(text, refs)
         images = [read_image(value, options) for value in refs.images]
         videos = [read_video(value, options) for value in refs.videos]
+        audios = [read_audio(value, self.max_seconds) for value in refs.audios]
         return self.encode(
-            text, images, videos, complete=complete, prompt_ids=prompt_ids, names=refs.names
+            text, images, videos, audios, complete=complete, prompt_ids=prompt_ids, names=refs.names
         )
 
     def encode(
@@ -130,6 +147,7 @@ class MediaProcessor:
         text: str,
         images: Sequence[Image.Image],
         videos: Sequence[Video],
+        audios: Sequence[Audio] = (),
         *,
         complete: bool = True,
         prompt_ids: Sequence[int] = (),
@@ -138,14 +156,23 @@ class MediaProcessor:
         """Encode a row whose media are in memory.
 
         Args:
-            text: With one placeholder per image or video.
+            text: With one placeholder per image, video or audio.
             images: What stands behind those of images.
             videos: What stands behind those of videos.
+            audios: What stands behind those of audio; resampled to the rate of the processor.
             complete: Whether the text has its special tokens already.
             prompt_ids: See `Media.prompt_ids`.
-            names: What messages call images and videos.
+            names: What messages call images, videos and audio.
+
+        Raises:
+            MediaError: They do not fit the text, or the processor or the model refuses them.
         """
-        self._check_counts(text, MediaRefs(tuple(images), tuple(videos)))
+        self._check_counts(text, MediaRefs(tuple(images), tuple(videos), tuple(audios)))
+        if audios:
+            audios = [
+                read_audio(audio, self.max_seconds).resampled(self._sampling_rate)
+                for audio in audios
+            ]
         try:
             output = self.processor(
                 text=[text],
@@ -153,6 +180,7 @@ class MediaProcessor:
                 text_kwargs={"add_special_tokens": not complete},
                 **({"images": list(images)} if images else {}),
                 **(self._video_arguments(videos) if videos else {}),
+                **(self._audio_arguments(audios) if audios else {}),
             )
         # what processors raise at shapes that they cannot cut into patches
         except (ValueError, TypeError, IndexError, RuntimeError, ZeroDivisionError) as error:
@@ -180,25 +208,42 @@ class MediaProcessor:
             tokens={kind: count for kind, count in tokens.items() if count},
             images=tuple(images),
             videos=tuple(videos),
+            audios=tuple(audios),
             prompt_ids=tuple(prompt_ids),
             names=names,
         )
         return Encoded(ids.tolist(), media)
 
     def specimen(self, tokenizer: PreTrainedTokenizerBase, *, size: int) -> Encoded:
-        """Encode a text with a square image of random pixels, the same every time."""
-        pixels = np.random.Generator(np.random.Philox(0)).integers(0, 256, (size, size, 3))
-        image = Image.fromarray(pixels.astype(np.uint8))
-        content = [{"type": "image"}, {"type": "text", "text": "1 2 3"}]
+        """Encode a text with a square image of random pixels, the same every time.
+
+        A model that hears, and sees no images, gets half a second of noise.
+        """
+        random = np.random.Generator(np.random.Philox(0))
+        images, audios = [], []
+        if "image" in self.markers:
+            pixels = random.integers(0, 256, (size, size, 3)).astype(np.uint8)
+            images.append(Image.fromarray(pixels))
+        else:
+            noise = random.uniform(-0.5, 0.5, self._sampling_rate // 2).astype(np.float32)
+            audios.append(Audio(noise, self._sampling_rate))
+        kind = "image" if images else "audio"
+        content = [{"type": kind}, {"type": "text", "text": "1 2 3"}]
         if tokenizer.chat_template is None:
-            text = f"{self.markers['image']} 1 2 3"
+            text = f"{self.markers[kind]} 1 2 3"
         else:
             messages: Any = [{"role": "user", "content": content}]
             text = str(
                 tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             )
         short: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return self.encode(text, [image], [], prompt_ids=short)
+        return self.encode(text, images, [], audios, prompt_ids=short)
+
+    def _audio_arguments(self, audios: Sequence[Audio]) -> dict[str, Any]:
+        return {
+            "audio": [audio.samples for audio in audios],
+            "audio_kwargs": {"sampling_rate": self._sampling_rate},
+        }
 
     def _video_arguments(self, videos: Sequence[Video]) -> dict[str, Any]:
         frames: Any = [torch.from_numpy(video.frames).permute(0, 3, 1, 2) for video in videos]
@@ -221,7 +266,7 @@ class MediaProcessor:
         }
 
     def _check_counts(self, text: str, refs: MediaRefs) -> None:
-        given = {"image": len(refs.images), "video": len(refs.videos)}
+        given = refs.counts
         for kind, marker in self.markers.items():
             found = text.count(marker)
             if found != given[kind]:
@@ -229,10 +274,10 @@ class MediaProcessor:
                     "placeholder count",
                     f"the text has {found} x {marker!r} for {given[kind]} {kind}(s)"
                     + (f" ({', '.join(refs.names)})" if len(refs) else ""),
-                    remedy="give each image and video one part in the messages, or one <image> or "
-                    "<video> in the text",
+                    remedy="give each image, video and audio one part in the messages, or one "
+                    "<image>, <video> or <audio> in the text",
                 )
-        if all(given.values()) and "video" not in self.placeholders:
+        if given["image"] and given["video"] and "video" not in self.placeholders:
             raise MediaError(
                 "images beside a video",
                 f"{type(self.processor).__name__} reads a video as images, and cannot tell them "

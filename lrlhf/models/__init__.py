@@ -4,6 +4,7 @@ from lrlhf.models.backbone import allow_packing, hidden_states, packs
 from lrlhf.models.compiling import compile_layers, is_compiled
 from lrlhf.models.experts import check_has_experts
 from lrlhf.models.heads import HeadConfig, HeadKind, ValueHead
+from lrlhf.models.loading.adapters import LoRA
 from lrlhf.models.loading.export import (
     CheckpointNames,
     check_mergeable,
@@ -14,7 +15,7 @@ from lrlhf.models.loading.export import (
     unmergeable,
 )
 from lrlhf.models.loading.model_sources import SourceError, cache_dir, load_config, resolve_source
-from lrlhf.models.loading.pretrained import CausalLM, LoRA, PretrainedSpec
+from lrlhf.models.loading.pretrained import CausalLM, PretrainedSpec
 from lrlhf.models.loading.tokenization import eos_token_ids, load_processor, load_tokenizer
 from lrlhf.models.media_inputs import (
     backbone_inputs,
@@ -32,6 +33,13 @@ from lrlhf.models.output_head import check_output_head, context_length, is_tied,
 from lrlhf.models.reference import ReferencePolicy, frozen_reference
 from lrlhf.models.reward_network import RewardNetwork, ScoreModel
 from lrlhf.models.scorers import HeadedBackbone, StockClassifier
+from lrlhf.models.step_model import (
+    STEP_SEPARATOR,
+    StepModel,
+    joined_steps,
+    prepare_step_model,
+    step_logits,
+)
 from lrlhf.models.token_budget import TokenBudget
 from lrlhf.models.token_logprobs import (
     SequenceOutputs,
@@ -43,6 +51,7 @@ from lrlhf.models.token_logprobs import (
 from lrlhf.models.value_network import ValueModel, ValueNetwork, new_value_head
 
 __all__ = [
+    "STEP_SEPARATOR",
     "CausalLM",
     "CheckpointNames",
     "HeadConfig",
@@ -55,6 +64,7 @@ __all__ = [
     "ScoreModel",
     "SequenceOutputs",
     "SourceError",
+    "StepModel",
     "StockClassifier",
     "TokenBudget",
     "ValueHead",
@@ -76,6 +86,7 @@ __all__ = [
     "hidden_states",
     "is_compiled",
     "is_tied",
+    "joined_steps",
     "load_config",
     "load_processor",
     "load_tokenizer",
@@ -88,6 +99,7 @@ __all__ = [
     "packs",
     "placeholder_ids",
     "plain_model",
+    "prepare_step_model",
     "repeat_offsets",
     "resolve_source",
     "ruled_out_ids",
@@ -97,5 +109,6 @@ __all__ = [
     "sequence_outputs",
     "sequence_values",
     "skeleton_of",
+    "step_logits",
     "unmergeable",
 ]

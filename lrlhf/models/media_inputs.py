@@ -1,4 +1,4 @@
-"""What a vision-language model is given besides tokens, each image and video looked at once."""
+"""What a model is given besides tokens, each image, video and audio looked at once."""
 
 from __future__ import annotations
 
@@ -118,15 +118,19 @@ def check_media(
     """Compare placeholders with media, row by row; a model compares their sums at most.
 
     Raises:
-        ValueError: The model sees no images or videos, or a row's media do not fit its tokens.
+        ValueError: The model takes no such media, or a row's media do not fit its tokens.
     """
     ids = placeholder_ids(model.config)
     kinds = {kind for entry in media or () if entry is not None for kind in entry.tokens}
     if kinds and not ids:
-        raise ValueError(f"{type(model).__name__} is a text model: it takes no images or videos")
+        raise ValueError(
+            f"{type(model).__name__} is a text model: it takes no images, videos or audio"
+        )
     unseen = sorted(kinds - ids.keys())
     if unseen:
-        raise ValueError(f"{type(model).__name__} sees no {unseen[0]}s; leave them out of the data")
+        raise ValueError(
+            f"{type(model).__name__} takes no {unseen[0]}s; leave them out of the data"
+        )
     for kind, token in ids.items() if kinds else ():
         found = (input_ids == token).sum(dim=1).tolist()
         given = [0 if entry is None else entry.tokens.get(kind, 0) for entry in media or ()]
@@ -197,7 +201,7 @@ def looking_once() -> Iterator[None]:
 
 
 def media_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the parts of a model's body that only images and videos reach: all but the text's."""
+    """Return the parts of a model's body that only media reach: all but the text's."""
     if not placeholder_ids(model.config):
         return []
     body = _body(model)
@@ -214,7 +218,8 @@ def vision_encoder(model: PreTrainedModel) -> nn.Module:
         ValueError: The model sees no images.
     """
     if "image" not in placeholder_ids(model.config):
-        raise ValueError(f"{type(model).__name__} is a text model: it has no vision encoder")
+        what = "sees no images" if placeholder_ids(model.config) else "is a text model"
+        raise ValueError(f"{type(model).__name__} {what}: it has no vision encoder")
     encoder: nn.Module = _body(model).get_encoder("image")
     return encoder
 
@@ -277,7 +282,7 @@ def _alike(media: Sequence[Media], kind: str) -> list[list[Media]]:
 def _encode(body: PreTrainedModel, kind: str, media: Sequence[Media]) -> Any:
     encoder = getattr(body, f"get_{kind}_features", None)
     if encoder is None:
-        raise ValueError(f"{type(body).__name__} sees no {kind}s; leave them out of the data")
+        raise ValueError(f"{type(body).__name__} takes no {kind}s; leave them out of the data")
     there = _keys_of(media)
     keys = [key for key in inspect.signature(encoder).parameters if key in there]
     return encoder(**_joined(media, keys, body.config.model_type), return_dict=True)

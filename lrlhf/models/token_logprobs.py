@@ -11,11 +11,13 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lrlhf.functional.distillation import TeacherRows, TeacherStatistics, compared_statistics
 from lrlhf.functional.logprobs import TokenStatistics, token_statistics
 from lrlhf.models.backbone import hidden_states
 from lrlhf.models.experts import load_balancing_loss
 from lrlhf.models.media_inputs import ruled_out_ids
 from lrlhf.models.output_head import output_head, plain_model
+from lrlhf.models.packed.packing import Compacted, compact
 from lrlhf.models.sharding import within
 from lrlhf.types import SequenceBatch
 
@@ -33,6 +35,8 @@ class SequenceOutputs(NamedTuple):
     """Value of the state in which each token was chosen; None: there was no head."""
     router_loss: Float[Tensor, ""] | None
     """Load-balancing loss of a mixture of experts, unweighted; None: not asked for."""
+    teacher: TeacherStatistics | None
+    """`[B, T]` each, 0 outside ``response_mask``; None: there is no teacher."""
 
 
 def said_tokens(model: PreTrainedModel | PeftModel, batch: SequenceBatch) -> Bool[Tensor, "B T"]:
@@ -42,7 +46,7 @@ def said_tokens(model: PreTrainedModel | PeftModel, batch: SequenceBatch) -> Boo
     return said & (batch.attention_mask.cumsum(dim=1) > 1)
 
 
-def sequence_outputs(
+def sequence_outputs(  # noqa: PLR0913  what one pass can give
     model: PreTrainedModel | PeftModel,
     batch: SequenceBatch,
     *,
@@ -51,6 +55,8 @@ def sequence_outputs(
     entropy: bool = False,
     value_head: Callable[[Tensor], Tensor] | None = None,
     router_loss: bool = False,
+    teacher: Callable[[SequenceBatch], TeacherRows] | None = None,
+    beta: float = 1.0,
 ) -> SequenceOutputs:
     """Compute ``log p(input_ids[b, t] | what precedes it)`` on the response tokens, and more.
 
@@ -65,24 +71,28 @@ def sequence_outputs(
         entropy: Also return the entropy of every next-token distribution.
         value_head: From hidden states ``[N, H]`` to values ``[N]``, to read off the same pass.
         router_loss: Also return the load-balancing loss of the model's experts.
+        teacher: What a teacher says of a batch; also return the distance to it.
+        beta: Of the divergence, see `lrlhf.functional.generalized_jsd`.
 
     Raises:
         ValueError: ``router_loss`` of a model that has no experts.
     """
     plain = plain_model(model)
+    rows = None if teacher is None else teacher(batch)
+    options: dict[str, Any] = {
+        "temperature": temperature,
+        "chunk_size": chunk_size,
+        "return_entropy": entropy,
+    }
 
-    def forward() -> tuple[_Body, TokenStatistics]:
-        body = _run(plain, batch, router_logits=router_loss)
-        return body, token_statistics(
-            body.predicting,
-            output_head(plain).fastest(),
-            body.targets,
-            temperature=temperature,
-            chunk_size=chunk_size,
-            return_entropy=entropy,
-        )
+    def forward() -> tuple[Predicting, TokenStatistics, TeacherStatistics | None]:
+        body = predicting_states(plain, batch, router_logits=router_loss)
+        head, states, targets = output_head(plain), body.predicting, body.targets
+        if rows is None:
+            return body, token_statistics(states, head.fastest(), targets, **options), None
+        return body, *compared_statistics(states, head, targets, rows, beta=beta, **options)
 
-    body, result = within(model, forward)
+    body, result, distance = within(model, forward)
     return SequenceOutputs(
         logprobs=body.spread(result.logprobs),
         entropy=None if result.entropy is None else body.spread(result.entropy),
@@ -91,6 +101,7 @@ def sequence_outputs(
         router_loss=None
         if body.router_logits is None
         else load_balancing_loss(plain, body.router_logits, body.computed),
+        teacher=distance and TeacherStatistics(*(body.spread(each) for each in distance)),
     )
 
 
@@ -126,11 +137,11 @@ def sequence_values(
     """
     with torch.set_grad_enabled(train_backbone and torch.is_grad_enabled()):
         plain = plain_model(backbone)
-        body = within(backbone, lambda: _run(plain, batch, router_logits=False))
+        body = within(backbone, lambda: predicting_states(plain, batch))
     return body.spread(head(body.predicting))
 
 
-class _Body(NamedTuple):
+class Predicting(NamedTuple):
     """Hidden states of the positions that predict a response token."""
 
     predicting: Float[Tensor, "M H"]
@@ -151,18 +162,16 @@ class _Body(NamedTuple):
         return torch.zeros_like(spread).scatter(1, self.order, spread)
 
 
-def _run(plain: PreTrainedModel, batch: SequenceBatch, *, router_logits: bool) -> _Body:
+def predicting_states(
+    plain: PreTrainedModel, batch: SequenceBatch, *, router_logits: bool = False
+) -> Predicting:
+    """Run the body of a model over a batch."""
     options: dict[str, Any] = {"output_router_logits": True} if router_logits else {}
     # experts are balanced over the tokens of whole rows
     hidden = hidden_states(plain, batch, share=not router_logits, use_cache=False, **options)
     rows = hidden.rows
-    counts = (batch.response_mask & batch.attention_mask).gather(1, rows.order)
-    counts &= rows.previous >= 0  # else nothing precedes it
-    # of a batch without responses one position is asked for, and masked, so that every parameter
-    # is used: under DDP one without a gradient on one rank stops all of them
-    asked = counts.clone()
-    asked[:1, 1:2] |= ~counts.any()
-    return _Body(
+    counts, asked = _asked(batch, rows)
+    return Predicting(
         predicting=hidden.before(asked),
         targets=rows.input_ids[asked],
         asked=asked,
@@ -171,3 +180,26 @@ def _run(plain: PreTrainedModel, batch: SequenceBatch, *, router_logits: bool) -
         computed=hidden.computed,
         router_logits=hidden.router_logits if router_logits else None,
     )
+
+
+def to_predicting(
+    batch: SequenceBatch, values: Shaped[Tensor, "B T ..."]
+) -> Shaped[Tensor, "M ..."]:
+    """Return the values of a batch's tokens in the order of `Predicting.targets`."""
+    rows = compact(batch.input_ids, batch.attention_mask, batch.forks)
+    order = rows.order.view(*rows.order.shape, *(1,) * (values.dim() - 2))
+    ordered = values.gather(1, order.expand(values.shape))
+    return ordered[_asked(batch, rows)[1]]
+
+
+def _asked(
+    batch: SequenceBatch, rows: Compacted
+) -> tuple[Bool[Tensor, "B T"], Bool[Tensor, "B T"]]:
+    """Tell which tokens of ``rows`` count, and which are asked for."""
+    counts = (batch.response_mask & batch.attention_mask).gather(1, rows.order)
+    counts &= rows.previous >= 0  # else nothing precedes it
+    # of a batch without responses one position is asked for, and masked, so that every parameter
+    # is used: under DDP one without a gradient on one rank stops all of them
+    asked = counts.clone()
+    asked[:1, 1:2] |= ~counts.any()
+    return counts, asked

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -42,7 +43,7 @@ class ValueNetwork(nn.Module):
 
     def __init__(self, backbone: PreTrainedModel | PeftModel, head: ValueHead) -> None:
         super().__init__()
-        _check_causal(plain_model(backbone))
+        check_causal(plain_model(backbone), "its values would know the future")
         allow_packing(backbone)
         self.backbone = backbone
         self.head = head
@@ -151,9 +152,17 @@ def new_value_head(
 
 @torch.no_grad()
 @trial()
-def _check_causal(model: PreTrainedModel) -> None:
-    """Compare the first state of two texts that differ in the last token only."""
-    if waits(model, _check_causal):
+def check_causal(model: PreTrainedModel, otherwise: str) -> None:
+    """Compare the first state of two texts that differ in the last token only.
+
+    Args:
+        model: With its weights, or it is looked at once they are read.
+        otherwise: What would be wrong if it were not causal.
+
+    Raises:
+        ValueError: It lets a token see what follows it.
+    """
+    if waits(model, partial(check_causal, otherwise=otherwise)):
         return
     if model.device.type == "meta":  # a plan of a run's memory: there is nothing to compare
         return
@@ -163,6 +172,6 @@ def _check_causal(model: PreTrainedModel) -> None:
     hidden = output.last_hidden_state.float()
     if (hidden[0, 0] - hidden[1, 0]).abs().max() > 1e-2 * hidden.abs().max():
         raise ValueError(
-            f"{type(model).__name__} lets a token see what follows it, so its values would know "
-            "the future: a critic needs a causal model"
+            f"{type(model).__name__} lets a token see what follows it, so {otherwise}: this "
+            "needs a causal model"
         )

@@ -9,6 +9,7 @@ from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.modules.policy.importance_sampling import ImportanceSampling
 from lrlhf.modules.policy.sampled import Sampled
 from lrlhf.modules.ppo import PPO
+from lrlhf.modules.process_reward_model import ProcessRewardModel
 from lrlhf.modules.reward_model import RewardModel
 from lrlhf.modules.rloo import RLOO
 from lrlhf.modules.settings import (
@@ -17,6 +18,7 @@ from lrlhf.modules.settings import (
     DynamicSampling,
     Evaluation,
     Reference,
+    Teacher,
     Update,
 )
 from lrlhf.modules.sft import SFT
@@ -37,10 +39,12 @@ __all__ = [
     "KLPenalized",
     "NotADumpError",
     "OptimizerConfig",
+    "ProcessRewardModel",
     "Reference",
     "RewardModel",
     "Sampled",
     "SamplesResponses",
+    "Teacher",
     "TrainingDivergedError",
     "TrainingModule",
     "Update",

@@ -133,7 +133,7 @@ def refuse_other_weights(module: L.LightningModule, checkpoint: Mapping[str, Any
 def refuse_idle_encoder(
     trainer: L.Trainer, model: PreTrainedModel, processor: MediaProcessor | None
 ) -> None:
-    """Refuse a strategy that hangs when only some ranks show images to an encoder that learns.
+    """Refuse a strategy that hangs when only some ranks show media to an encoder that learns.
 
     Raises:
         ValueError: Gradients of the encoder are waited for on ranks whose rows show nothing.
@@ -143,8 +143,8 @@ def refuse_idle_encoder(
     parts = media_modules(model)
     if any(weight.requires_grad for part in parts for weight in part.parameters()):
         raise ValueError(
-            "the vision encoder is trained, and this strategy waits for its gradients also where a "
-            "process has rows without images: use trainer.strategy: "
+            "the encoder of images or audio is trained, and this strategy waits for its gradients "
+            "also where a process has rows without them: use trainer.strategy: "
             "ddp_find_unused_parameters_true or fsdp2, or freeze it (freeze_vision: true, and "
             "freeze for what fits it to the language model)"
         )

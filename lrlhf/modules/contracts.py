@@ -1,9 +1,10 @@
-"""What callbacks may ask of a module, whichever algorithm it is."""
+"""What callbacks may ask of a module, whichever algorithm it is, and a module of its data."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -72,3 +73,12 @@ class SamplesResponses(Protocol):
 
     engine: RolloutEngine
     settings: PolicySettings
+
+
+@runtime_checkable
+class GivesEveryRow(Protocol):
+    """A data module whose rows are all known before training."""
+
+    def every_row(self) -> Iterable[Any]:
+        """Go through this rank's share of all rows, in as many batches on every rank."""
+        ...

@@ -32,7 +32,15 @@ from lrlhf.modules.policy.policy_parts import PolicyParts
 from lrlhf.modules.policy.policy_settings import complete_settings
 from lrlhf.modules.policy.retake import retake
 from lrlhf.modules.policy.update_batches import minibatches_of
-from lrlhf.modules.settings import Advantage, Critic, DynamicSampling, Evaluation, Reference, Update
+from lrlhf.modules.settings import (
+    Advantage,
+    Critic,
+    DynamicSampling,
+    Evaluation,
+    Reference,
+    Teacher,
+    Update,
+)
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import RolloutEngine, Sampling
 from lrlhf.run import waits_for_every_parameter
@@ -51,6 +59,7 @@ class PPO(TrainingModule):
         policy: What to train: a hub id, a folder, ``package:<module>``, a `CausalLM` that says
             how to load it, or a model that is already built (then pass ``tokenizer``).
         rewards: What scores a response; from Python also a function, or a list of them.
+            None: nothing but the teacher.
         tokenizer: For a policy that is already built.
         processor: For a vision-language policy that is already built; as ``AutoProcessor`` loads
             it.
@@ -80,6 +89,7 @@ class PPO(TrainingModule):
             their distribution is not the policy's.
         episodes: Turns with an environment or with tools in the place of single responses; None:
             single responses.
+        teacher: A model to learn from, on the policy's own responses; None: rewards alone.
         seed: Seeds every random number of the run, together with rank, step and sample; None:
             the seed of ``seed_everything``.
         critic: The value function; None for an algorithm that needs none.
@@ -99,7 +109,7 @@ class PPO(TrainingModule):
     def __init__(  # noqa: PLR0913  the constructor is the config schema
         self,
         policy: str | CausalLM | PreTrainedModel | PeftModel,
-        rewards: Rewards,
+        rewards: Rewards | None = None,
         *,
         critic: Critic | None = Critic(),  # noqa: B008  frozen
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -120,6 +130,7 @@ class PPO(TrainingModule):
         max_staleness: int = 0,
         allow_truncated_sampling: bool = False,
         episodes: Episodes | None = None,
+        teacher: Teacher | None = None,
         seed: int | None = None,
     ) -> None:
         super().__init__(guard=guard, seed=seed)
@@ -139,6 +150,8 @@ class PPO(TrainingModule):
             max_staleness=max_staleness,
             allow_truncated_sampling=allow_truncated_sampling,
             episodes=episodes,
+            teacher=teacher,
+            scored=rewards is not None,
         )
         _check_critic(self.settings.algorithm, critic)
         loaded = load_policy(policy, tokenizer, processor)
@@ -151,7 +164,9 @@ class PPO(TrainingModule):
         self.value_head = self.values.head if self.values and not self.critic else None
         self.parts = PolicyParts(self, loaded, rewards, engine, self.settings, self.values)
         self.engine, self.rewards = self.parts.engine, self.parts.rewards
-        self.policy_step = PolicyStep(self.policy, self.tokenizer, self.settings)
+        self.policy_step = PolicyStep(
+            self.policy, self.tokenizer, self.settings, self.parts.teaching
+        )
         self.critic_step = self.joint_step = None
         if self.values is not None:
             self.critic_step = CriticStep(self.values, self.policy, self.tokenizer, self.settings)
@@ -238,10 +253,10 @@ class PPO(TrainingModule):
             )
 
     def on_fit_start(self) -> None:
-        self.parts.shard_reference(self)
+        self.parts.shard_frozen(self)
 
     def teardown(self, stage: str) -> None:
-        self.parts.sampler.close()
+        self.parts.close()
 
     validation_step = test_step = evaluation_steps.validation_step
     on_validation_epoch_start = on_test_epoch_start = evaluation_steps.start

@@ -29,7 +29,14 @@ from lrlhf.modules.policy.policy_parts import PolicyParts
 from lrlhf.modules.policy.policy_settings import complete_settings
 from lrlhf.modules.policy.retake import retake
 from lrlhf.modules.policy.update_batches import minibatches_of
-from lrlhf.modules.settings import Advantage, DynamicSampling, Evaluation, Reference, Update
+from lrlhf.modules.settings import (
+    Advantage,
+    DynamicSampling,
+    Evaluation,
+    Reference,
+    Teacher,
+    Update,
+)
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import RolloutEngine, Sampling
 from lrlhf.types import PromptBatch, StoredRollout
@@ -47,6 +54,7 @@ class RLOO(TrainingModule):
         policy: What to train: a hub id, a folder, ``package:<module>``, a `CausalLM` that says
             how to load it, or a model that is already built (then pass ``tokenizer``).
         rewards: What scores a response; from Python also a function, or a list of them.
+            None: nothing but the teacher.
         tokenizer: For a policy that is already built.
         processor: For a vision-language policy that is already built; as ``AutoProcessor`` loads
             it.
@@ -76,6 +84,7 @@ class RLOO(TrainingModule):
             their distribution is not the policy's.
         episodes: Turns with an environment or with tools in the place of single responses; None:
             single responses.
+        teacher: A model to learn from, on the policy's own responses; None: rewards alone.
         seed: Seeds every random number of the run, together with rank, step and sample; None:
             the seed of ``seed_everything``.
 
@@ -93,7 +102,7 @@ class RLOO(TrainingModule):
     def __init__(  # noqa: PLR0913  the constructor is the config schema
         self,
         policy: str | CausalLM | PreTrainedModel | PeftModel,
-        rewards: Rewards,
+        rewards: Rewards | None = None,
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
         processor: ProcessorMixin | None = None,
@@ -113,6 +122,7 @@ class RLOO(TrainingModule):
         max_staleness: int = 0,
         allow_truncated_sampling: bool = False,
         episodes: Episodes | None = None,
+        teacher: Teacher | None = None,
         seed: int | None = None,
     ) -> None:
         super().__init__(guard=guard, seed=seed)
@@ -132,6 +142,8 @@ class RLOO(TrainingModule):
             max_staleness=max_staleness,
             allow_truncated_sampling=allow_truncated_sampling,
             episodes=episodes,
+            teacher=teacher,
+            scored=rewards is not None,
         )
         if self.settings.algorithm.estimator.uses_values:
             raise ValueError(
@@ -143,7 +155,9 @@ class RLOO(TrainingModule):
         self.optimizer_config = optimizer.filled(lr=1e-6)
         self.parts = PolicyParts(self, loaded, rewards, engine, self.settings)
         self.engine, self.rewards = self.parts.engine, self.parts.rewards
-        self.policy_step = PolicyStep(self.policy, self.tokenizer, self.settings)
+        self.policy_step = PolicyStep(
+            self.policy, self.tokenizer, self.settings, self.parts.teaching
+        )
         self.measurements: list[Measurement] = []
         """What the last evaluation has found."""
         self.kl_coef = self.settings.kl_coef
@@ -191,10 +205,10 @@ class RLOO(TrainingModule):
         self.parts.setup(self, stage)
 
     def on_fit_start(self) -> None:
-        self.parts.shard_reference(self)
+        self.parts.shard_frozen(self)
 
     def teardown(self, stage: str) -> None:
-        self.parts.sampler.close()
+        self.parts.close()
 
     validation_step = test_step = evaluation_steps.validation_step
     on_validation_epoch_start = on_test_epoch_start = evaluation_steps.start

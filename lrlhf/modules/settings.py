@@ -19,7 +19,7 @@ class Reference:
     Args:
         kl_coef: Strength of the penalty on KL(policy || reference), in reward units per nat;
             0 loads no reference. None: as the algorithm has it, which is 0.05, or 0 where its paper
-            does without a penalty (dapo, cispo).
+            does without a penalty (dapo, gmpo, cispo).
         kl_estimator: Estimator of the penalty per token: k1, k2 or k3. None: k1 in the reward, as
             its mean is the KL, and k3 in the loss. k1 is refused in the loss, where it does
             nothing but add noise.
@@ -51,6 +51,73 @@ class Reference:
             raise ValueError("reference.sync_every is set, but kl_coef is 0: there is no reference")
         if not 0 < self.mixup <= 1:
             raise ValueError(f"reference.mixup is {self.mixup}; it must lie in (0, 1]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Teacher:
+    """A frozen model that the policy learns from on its own responses (on-policy distillation).
+
+    Alone, without rewards, or beside them. The teacher reads the same tokens as the policy, at the
+    same sampling temperature.
+
+    Args:
+        model: The teacher: a hub id, a folder, ``package:<module>``, or a `CausalLM` that says how
+            to load it, quantized or in 16 bits. It has the policy's tokenizer.
+        server: URL of a vLLM server that holds the teacher, in place of ``model``; its token is
+            the environment's ``VLLM_API_KEY``. It answers about single tokens and ``top_k`` best
+            ones, at temperature 1, and reads text only.
+        placement: "reward": -coef · (log π - log T) of each sampled token is added to its
+            advantage, after all else but ``advantage.clip``. "loss": the divergence of the whole
+            distributions is added to the loss, weighed and averaged like a KL penalty there.
+        coef: Weight of the term.
+        beta: Of the divergence in the loss: 1 is the reverse KL(π || T), 0 the forward
+            KL(T || π), between them the generalized Jensen-Shannon divergence (Agarwal et al.
+            2024, eq. 1, https://arxiv.org/abs/2306.13649).
+        top_k: Take the divergence over the teacher's so many best tokens and one more that stands
+            for all others, kept from one pass before the update; None: over the whole
+            vocabulary, of which the update computes the logits chunk by chunk.
+        discount: How much of the reward of later tokens counts towards a token's advantage, per
+            token: 0 none of it, 1 all of it, as the gradient of the KL between responses has it.
+        offload: Keep the teacher in main memory between its passes, as `Reference.offload` does.
+    """
+
+    model: str | CausalLM | None = None
+    server: str | None = None
+    placement: Literal["reward", "loss"] = "reward"
+    coef: float = 1.0
+    beta: float = 1.0
+    top_k: int | None = None
+    discount: float = 0.0
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.model is None) == (self.server is None):
+            what = "neither is" if self.model is None else "both are"
+            raise ValueError(f"teacher.model and teacher.server: {what} set; set one of the two")
+        if not self.coef > 0:
+            raise ValueError(f"teacher.coef is {self.coef}; it must be above 0")
+        if not (0 <= self.beta <= 1 and 0 <= self.discount <= 1):
+            raise ValueError(
+                f"teacher.beta is {self.beta} and teacher.discount {self.discount}; both must lie "
+                "in [0, 1]"
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"teacher.top_k is {self.top_k}; it must be 1 or more, or null")
+        if self.placement == "loss" and self.discount:
+            raise ValueError(
+                "teacher.discount is about rewards, and teacher.placement is loss: drop discount"
+            )
+        if self.placement == "reward" and (self.beta != 1 or self.top_k is not None):
+            raise ValueError(
+                "teacher.beta and teacher.top_k are about the divergence in the loss, and "
+                "teacher.placement is reward: set placement: loss, or drop them"
+            )
+        if self.server is not None and self.placement == "loss" and self.top_k is None:
+            raise ValueError(
+                "teacher.server gives the best tokens of a distribution only, and "
+                "teacher.placement is loss: set teacher.top_k, at most the --max-logprobs of the "
+                "server (20), or placement: reward, or load the teacher with teacher.model"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +178,9 @@ class Update:
 
     Args:
         loss: A policy loss in place of the algorithm's own: a name from
-            `lrlhf.functional.POLICY_LOSSES` (sequence_clip, token_clip, gspo, cispo, dapo, dr_grpo,
-            cpgd, reinforce, remax), or the import path of a function or `PolicyLoss` of yours.
+            `lrlhf.functional.POLICY_LOSSES` (sequence_clip, token_clip, gspo, gmpo, cispo, dapo,
+            dr_grpo, cpgd, reinforce, remax), or the import path of a function or `PolicyLoss` of
+            yours.
         options: Keyword arguments of the loss, for example ``clip_high: 0.28``.
         aggregate: What a loss per token, and the KL and entropy terms beside it, are averaged over:
             token_mean, sequence_mean, sequence_sum or constant. None: as the algorithm has it for

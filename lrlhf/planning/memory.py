@@ -12,9 +12,11 @@ from rich.text import Text
 
 from lrlhf.models import HeadedBackbone, RewardNetwork, ScoreModel, plain_model
 from lrlhf.models.loading.meta import skeleton
+from lrlhf.modules import DPO, SFT
 from lrlhf.modules.policy.batch_plan import BatchPlan
-from lrlhf.planning.config_entries import options_of, spec_of
+from lrlhf.planning.config_entries import is_a, options_of, spec_of
 from lrlhf.planning.dry_run import DryRun, Shape
+from lrlhf.planning.given_texts_memory import add_preference_phases, add_supervised_phases
 from lrlhf.planning.memory_phases import PhaseList
 from lrlhf.planning.plain_table import plain_text
 from lrlhf.planning.policy_memory import add_policy_phases, note_media
@@ -36,7 +38,7 @@ def memory_report(
 
     Args:
         sections: The config, with its groups ``model``, ``data`` and ``trainer``.
-        plan: Sizes of an iteration of a policy; None: it is a reward model.
+        plan: Sizes of an iteration of a policy; None: it is trained on given texts or pairs.
         ranks: Processes of the run.
         device_size: Bytes of the device of each; None: not known.
     """
@@ -54,8 +56,7 @@ def memory_report(
     )
     try:
         if plan is None:
-            adds_up = trainer["accumulate_grad_batches"] > 1
-            _add_reward_model_phases(phases, sections["model"], sections["data"], adds_up=adds_up)
+            _add_given_phases(phases, sections)
         else:
             add_policy_phases(phases, sections["model"], sections["data"], plan)
     except (ValueError, RuntimeError, NotImplementedError) as error:
@@ -72,6 +73,18 @@ def memory_report(
 def _is_on_gpu(trainer: Mapping[str, Any], device_size: int | None) -> bool:
     here = trainer["accelerator"] in {"auto", "gpu", "cuda"} and CUDAAccelerator.is_available()
     return here or device_size is not None or trainer["accelerator"] in {"gpu", "cuda"}
+
+
+def _add_given_phases(phases: PhaseList, sections: Mapping[str, Any]) -> None:
+    """Add the phases of a step on given texts, or on pairs of them."""
+    model, data = sections["model"], sections["data"]
+    adds_up = sections["trainer"]["accumulate_grad_batches"] > 1
+    if is_a(model, SFT):
+        add_supervised_phases(phases, model, data)
+    elif is_a(model, DPO):
+        add_preference_phases(phases, model, data, adds_up=adds_up)
+    else:
+        _add_reward_model_phases(phases, model, data, adds_up=adds_up)
 
 
 def _add_reward_model_phases(phases: PhaseList, model: Any, data: Any, *, adds_up: bool) -> None:

@@ -28,7 +28,7 @@ from lrlhf.planning.config_entries import is_a, options_of, spec_of
 from lrlhf.planning.dry_run import Shape
 from lrlhf.planning.live_bytes import Usage
 from lrlhf.planning.memory_phases import PhaseList
-from lrlhf.planning.policy_models import reference_spec, reward_models
+from lrlhf.planning.policy_models import reference_spec, reward_models, teacher_spec
 from lrlhf.planning.strategy_shares import Shares, weights_of
 from lrlhf.rollout import TransformersEngine
 from lrlhf.rollout.vllm import VLLMEngine, VLLMServerEngine
@@ -46,7 +46,7 @@ def add_policy_phases(phases: PhaseList, model: Any, data: Any, plan: BatchPlan)
 def note_media(phases: PhaseList, plain: PreTrainedModel) -> None:
     """Say of a model that sees images that they are not counted."""
     if placeholder_ids(plain.config):
-        phases.note("not counted: what looks at images and videos, and their tokens")
+        phases.note("not counted: what looks at images, videos and audio, and their tokens")
 
 
 class _PolicyMemory:
@@ -84,7 +84,7 @@ class _PolicyMemory:
         adds_up = update.rows < self._plan.minibatch_rows
         accumulates = adds_up or bool(self._update.get("pretraining_coef"))
         policy, critic = self._hold_trained(accumulates=accumulates)
-        self._hold_reference()
+        self._hold_frozen()
         rewards = dict(self._reward_models())
         self._add_generation(policy)
         for name, (model, options) in rewards.items():
@@ -133,9 +133,10 @@ class _PolicyMemory:
         optimizer = options_of(critic.get("optimizer"))
         return policy, phases.hold(weights, optimizer, accumulates=accumulates)
 
-    def _hold_reference(self) -> None:
-        spec = reference_spec(self._options, self._spec)
-        if spec is not None:
+    def _hold_frozen(self) -> None:
+        for spec in (reference_spec(self._options, self._spec), teacher_spec(self._options)):
+            if spec is None:
+                continue
             model = skeleton(spec, trainable=False)
             weights = weights_of(model, plain_model(model), quantization=spec.quantization)
             self._phases.hold(weights)

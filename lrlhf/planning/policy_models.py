@@ -9,11 +9,12 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from lrlhf.functional.algorithm import Algorithm
-from lrlhf.functional.algorithms import ALGORITHMS, ALIASES, resolve_algorithm
+from lrlhf.functional.algorithms import ALGORITHMS, ALIASES, distillation, resolve_algorithm
 from lrlhf.models import CausalLM, PretrainedSpec, SourceError
 from lrlhf.models.loading.meta import skeleton
 from lrlhf.planning.config_entries import is_a, options_of, spec_of
-from lrlhf.rewards import LearnedReward
+from lrlhf.rewards import LearnedReward, ProcessReward
+from lrlhf.rollout import GenerativeReward
 
 
 def kl_penalty(options: Mapping[str, Any]) -> str | None:
@@ -25,7 +26,8 @@ def kl_penalty(options: Mapping[str, Any]) -> str | None:
         place = own.get("kl_in", Algorithm.kl_in)
     else:
         estimator = options_of(options.get("advantage")).get("estimator")
-        named = estimator if estimator in {*ALGORITHMS, *ALIASES} else "rloo"
+        default = "rloo" if options.get("rewards") is not None else distillation.ALGORITHM
+        named = estimator if estimator in {*ALGORITHMS, *ALIASES} else default
         known = resolve_algorithm(algorithm or named)
         strength, place = known.kl_coef, known.kl_in
     if (given := reference.get("kl_coef")) is not None:
@@ -42,15 +44,25 @@ def reference_spec(options: Mapping[str, Any], policy: CausalLM) -> CausalLM | N
     return policy if policy.lora is None else None  # the policy without its adapters
 
 
+def teacher_spec(options: Mapping[str, Any]) -> CausalLM | None:
+    """Return what a teacher in the process is loaded from; None: there is none."""
+    entry = options_of(options.get("teacher")).get("model")
+    return None if entry is None else spec_of(entry, CausalLM, dtype="auto")
+
+
 def reward_models(
     options: Mapping[str, Any], note: Callable[[str], None]
 ) -> Iterator[tuple[str, PreTrainedModel | PeftModel, Mapping[str, Any]]]:
     """Yield the name, skeleton and options of each reward model; what cannot be read is noted."""
-    functions = options_of(options["rewards"]).get("functions") or []
+    functions = options_of(options.get("rewards")).get("functions") or []
     entries = functions.items() if isinstance(functions, Mapping) else enumerate(functions)
     for name, entry in entries:
         own = options_of(entry)
-        if not is_a(entry, LearnedReward) or own.get("device") == "cpu":
+        if own.get("device") == "cpu":
+            continue
+        if is_a(entry, GenerativeReward):
+            note(f"not counted: the model of reward {name!r}, which generates")
+        if not (is_a(entry, LearnedReward) or is_a(entry, ProcessReward)):
             continue
         keys = ("source", "dtype", "attn_implementation", "trust_remote_code")
         given = {"dtype": "auto"} | {key: own[key] for key in keys if key in own}

@@ -9,6 +9,8 @@ from lrlhf.rewards.function import (
     RewardError,
     RewardFunction,
     RewardValues,
+    StepReward,
+    StepValues,
     TextSegment,
     completion_segments,
     completion_text,
@@ -17,10 +19,13 @@ from lrlhf.rewards.functions.length_rewards import LengthPenalty, OverlongPenalt
 from lrlhf.rewards.functions.numeric_answer import NumericAnswer
 from lrlhf.rewards.functions.task_score import ReasoningGymScore
 from lrlhf.rewards.functions.text_rewards import ExactMatch, RegexFormat
+from lrlhf.rewards.functions.verdict_rewards import VerdictCorrect, VerdictFormat
 from lrlhf.rewards.isolation.isolated import IsolatedReward
 from lrlhf.rewards.judge.judge_reward import JudgeReward
 from lrlhf.rewards.learned import LearnedReward
+from lrlhf.rewards.process import ProcessReward
 from lrlhf.rewards.remote.remote_reward import RemoteReward
+from lrlhf.rewards.remote.vllm_reward import VLLMReward
 from lrlhf.rewards.reward_values import RewardResult
 from lrlhf.rewards.rewards import Rewards
 
@@ -36,6 +41,7 @@ __all__ = [
     "NumericAnswer",
     "OverlongPenalty",
     "PartialValues",
+    "ProcessReward",
     "ReasoningGymScore",
     "RegexFormat",
     "RemoteReward",
@@ -45,7 +51,12 @@ __all__ = [
     "RewardResult",
     "RewardValues",
     "Rewards",
+    "StepReward",
+    "StepValues",
     "TextSegment",
+    "VLLMReward",
+    "VerdictCorrect",
+    "VerdictFormat",
     "completion_segments",
     "completion_text",
     "out_of_time",

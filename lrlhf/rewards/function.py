@@ -74,6 +74,8 @@ RESERVED = ("prompts", "completions", "completion_ids", "log_metric", "log_extra
 """Arguments that are no data columns."""
 OF_RUNS = ("step", "max_steps")
 """Columns that a run adds to those of the data, where these have none of the name."""
+OTHER_REWARDS = "rewards"
+"""Values of other rewards by name, for functions that name the argument."""
 OF_EPISODES = ("episodes", "environments")
 """Further ones of functions that score episodes and name them."""
 
@@ -103,6 +105,32 @@ class PartialValues(list[float | None]):
         self.failed = sum(value is None for value in self) if failed is None else failed
 
 
+class StepReward(NamedTuple):
+    """What one step of a response adds to its value."""
+
+    end: int
+    """Characters of the completion's segments, joined, up to which the step goes."""
+    value: float
+
+
+class StepValues(list[float | None]):
+    """Values that are sums over the steps of each response, and what each step adds.
+
+    Algorithms that look at single turns credit each step at the token that ends it, see
+    `Advantage.credit`.
+
+    Args:
+        values: One per response.
+        steps: Of each response; of one without a value they are not read.
+    """
+
+    def __init__(
+        self, values: Iterable[float | None], steps: Iterable[Sequence[StepReward]]
+    ) -> None:
+        super().__init__(values)
+        self.steps = tuple(steps)
+
+
 def first_of(failures: Mapping[int, str], what: str) -> str:
     """Tell the first failure of several by response; the last line sums up what they are."""
     first = min(failures)
@@ -123,6 +151,9 @@ class RewardFunction(KeepsArguments, ABC):
 
     sums_turns: ClassVar[bool] = False
     """Its value is the sum of what an environment gave for single turns."""
+
+    gives_steps: ClassVar[bool] = False
+    """It returns `StepValues`."""
 
     @classmethod
     def columns_read(cls, options: Mapping[str, Any]) -> Iterable[str]:
@@ -167,7 +198,9 @@ class RewardFunction(KeepsArguments, ABC):
             log_metric: ``log_metric(name, value)`` logs a number under ``rewards/<name>``.
             log_extra: ``log_extra(column, values)`` adds a column to the log of responses, one
                 value per response.
-            columns: Every other column of the data, as a list with one value per response.
+            columns: Every other column of the data, as a list with one value per response. A
+                function that names an argument ``rewards`` is given the values of other functions
+                in it, see ``inputs`` of `Rewards`.
 
         Returns:
             One finite number per response, or None where it has none. The response then has no

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.media import MediaError, MediaProcessor
+from lrlhf.media import MediaError, MediaProcessor, MediaRefs
 from lrlhf.models import (
     RewardNetwork,
     load_processor,
@@ -29,14 +27,22 @@ from lrlhf.rewards.function import (
     LogMetric,
     RewardError,
     RewardFunction,
-    completion_text,
     did_you_mean,
 )
-from lrlhf.rewards.learned_rows import Row, as_text, encoded, padded, sharing, without_marks
+from lrlhf.rewards.learned_rows import (
+    Row,
+    as_text,
+    in_place,
+    padded,
+    resolve_device,
+    sharing,
+    text_ids,
+    token_limit,
+    without_marks,
+    written,
+)
 from lrlhf.types import Prompt
 from lrlhf.vllm_worker.fingerprint import fingerprint
-
-_NO_LIMIT = 10**9  # tokenizers without a limit name one of 30 digits
 
 
 class TextMarks(NamedTuple):
@@ -45,7 +51,7 @@ class TextMarks(NamedTuple):
     padding: tuple[str, ...] = ()
     """Of padding and of the end of a text."""
     media: tuple[str, ...] = ()
-    """What stands for one image or video, before the processor counts its tokens."""
+    """What stands for one image, video or audio, before the processor counts its tokens."""
 
 
 class ModelFacts(NamedTuple):
@@ -65,7 +71,7 @@ class _Loaded(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     processor: MediaProcessor | None
     marks: tuple[str, ...]
-    """What stands for images and videos in the model's texts; a response must not say it."""
+    """What stands for media in the model's texts; a response must not say it."""
     head: int
     max_tokens: int | None
     device: torch.device
@@ -77,7 +83,7 @@ class LearnedReward(RewardFunction):
     The model reads text, through its own tokenizer and chat template, so that it may be of another
     family than the policy. Plain text is ended with the end-of-sequence token, as it was when the
     model was trained by ``RewardModel``. The model is frozen, and loaded at the first use.
-    A vision-language reward model is shown the prompts' images and videos, through its own
+    A multimodal reward model is shown the prompts' images, videos and audio, through its own
     processor; a text model reads the text parts of such prompts. Responses that are too long for
     it get no score, and ``rewards/learned/too_long`` counts them; nothing is cut.
 
@@ -191,17 +197,20 @@ class LearnedReward(RewardFunction):
         log_metric: LogMetric,
         images: Sequence[Sequence[Any]] | None = None,
         videos: Sequence[Sequence[Any]] | None = None,
+        audios: Sequence[Sequence[Any]] | None = None,
         **columns: Any,
     ) -> list[float | None]:
         loaded = self._ready()
         nothing: list[Sequence[Any]] = [()] * len(prompts)
+        shown = [
+            MediaRefs(*map(tuple, row))
+            for row in zip(images or nothing, videos or nothing, audios or nothing, strict=True)
+        ]
         rows = [
             self._row(loaded, *given)
-            for given in while_wanted(
-                zip(prompts, completions, images or nothing, videos or nothing, strict=True)
-            )
+            for given in while_wanted(zip(prompts, completions, shown, strict=True))
         ]
-        rows = sharing(rows, prompts, images or nothing, videos or nothing)
+        rows = sharing(rows, prompts, shown)
         limit = loaded.max_tokens
         long = [row is None or (limit is not None and len(row.input_ids) > limit) for row in rows]
         log_metric("learned/too_long", sum(long) / max(1, len(rows)))
@@ -218,25 +227,13 @@ class LearnedReward(RewardFunction):
             key=lambda row: (scored[row].prompt if packed else 0, len(scored[row].input_ids)),
         )
         scores: list[float | None] = [None] * len(rows)
-        with looking_once(), self._in_place(loaded):
+        with looking_once(), in_place(loaded.network, loaded.device, offload=self._offload):
             for start in while_wanted(range(0, len(short), self._batch_size)):
                 chosen = short[start : start + self._batch_size]
                 found = _score(loaded, [scored[row] for row in chosen])
                 for row, score in zip(chosen, found, strict=True):
                     scores[row] = score
         return scores
-
-    @contextlib.contextmanager
-    def _in_place(self, loaded: _Loaded) -> Iterator[None]:
-        """Have the model on its device inside, and with ``offload`` not longer."""
-        if not self._offload:
-            yield
-            return
-        loaded.network.to(loaded.device)
-        try:
-            yield
-        finally:
-            loaded.network.to("cpu")
 
     def _ready(self) -> _Loaded:
         if self._loaded is None:
@@ -250,7 +247,7 @@ class LearnedReward(RewardFunction):
             attn_implementation=self._attn_implementation,
             trust_remote_code=self._trust_remote_code,
         )
-        device = _resolve_device(self._device)
+        device = resolve_device(self._device)
         network.to("cpu" if self._offload else device).eval().requires_grad_(False)
         tokenizer = load_tokenizer(
             self._tokenizer or self._source, trust_remote_code=self._trust_remote_code
@@ -270,8 +267,8 @@ class LearnedReward(RewardFunction):
             processor=processor,
             marks=tuple(tokenizer.convert_ids_to_tokens(list(ruled_out_ids(network.config)))),
             head=_head_index(network.head_names, self._head, self._source),
-            max_tokens=min(_limits(self._max_tokens, network, tokenizer), default=None),
-            device=_resolve_device(self._device),
+            max_tokens=token_limit(self._max_tokens, network.config, tokenizer),
+            device=resolve_device(self._device),
         )
 
     def _row(
@@ -279,61 +276,30 @@ class LearnedReward(RewardFunction):
         loaded: _Loaded,
         prompt: Prompt,
         completion: Completion,
-        images: Sequence[Any],
-        videos: Sequence[Any],
+        shown: MediaRefs,
     ) -> Row | None:
         """Encode a response with its prompt; None: it is too long for the model."""
         tokenizer = loaded.tokenizer
         completion = without_marks(completion, loaded.marks)
         chat = not isinstance(prompt, str)
-        if isinstance(prompt, str):
-            text = prompt + completion_text(completion)
-        else:
-            turns = prompt if loaded.processor else tuple(as_text(turn) for turn in prompt)
-            text = self._render(tokenizer, turns, completion)
-        if loaded.processor is None or not (images or videos):
-            ids = encoded(tokenizer, text, specials=not chat)
-            end = tokenizer.eos_token_id
-            return Row(ids if chat or end is None or ids[-1:] == [end] else [*ids, end])
+        if loaded.processor is None and not isinstance(prompt, str):
+            prompt = tuple(as_text(turn) for turn in prompt)
+        text = written(tokenizer, self._chat_template, prompt, completion, source=self._source)
+        if loaded.processor is None or not shown:
+            return Row(text_ids(tokenizer, text, chat=chat))
         if not chat:
             end_text = str(tokenizer.eos_token or "")
             text = text.removesuffix(end_text) + end_text
         try:
-            return Row(*loaded.processor.encode(text, images, videos, complete=chat))
+            return Row(
+                *loaded.processor.encode(
+                    text, shown.images, shown.videos, shown.audios, complete=chat
+                )
+            )
         except MediaError as error:
             if error.reason == "too long":
                 return None
             raise RewardError(f"the reward model {self._source!r}: {error}") from error
-
-    def _render(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        prompt: Sequence[Mapping[str, Any]],
-        completion: Completion,
-    ) -> str:
-        if self._chat_template is None and tokenizer.chat_template is None:
-            raise RewardError(
-                f"the prompts are chats, and the tokenizer of {self._source!r} has no chat "
-                "template: give chat_template"
-            )
-        turns = (
-            [{"role": "assistant", "content": completion}]
-            if isinstance(completion, str)
-            else completion
-        )
-        try:
-            text = tokenizer.apply_chat_template(
-                [dict(message) for message in (*prompt, *turns)],
-                chat_template=self._chat_template,
-                tokenize=False,
-            )
-        # templates are programs: a message that they were not written for fails in many ways
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            raise RewardError(
-                f"the chat template of {self._source!r} refuses the messages: {error}; give "
-                "chat_template"
-            ) from error
-        return str(text)
 
 
 def _fingerprint(network: RewardNetwork, settings: str) -> str:
@@ -347,14 +313,7 @@ def _fingerprint(network: RewardNetwork, settings: str) -> str:
 
 @torch.inference_mode()
 def _score(loaded: _Loaded, rows: Sequence[Row]) -> list[float]:
-    # threads do not inherit the process's current GPU
-    current = (
-        torch.cuda.device(loaded.device)
-        if loaded.device.type == "cuda"
-        else contextlib.nullcontext()
-    )
-    with current:
-        scores: Tensor = loaded.network(padded(rows).to(loaded.device))
+    scores: Tensor = loaded.network(padded(rows).to(loaded.device))
     return scores[:, loaded.head].float().tolist()
 
 
@@ -371,24 +330,3 @@ def _head_index(heads: Sequence[str], head: str | None, source: str) -> int:
             f"{', '.join(heads)})"
         )
     return list(heads).index(head)
-
-
-def _limits(
-    max_tokens: int | None, network: RewardNetwork, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[int]:
-    """Yield every known limit to the length of an input, in tokens."""
-    if max_tokens is not None:
-        yield max_tokens
-    if tokenizer.model_max_length < _NO_LIMIT:
-        yield int(tokenizer.model_max_length)
-    positions = network.config.get_text_config().to_dict().get("max_position_embeddings")
-    if positions is not None:
-        yield positions
-
-
-def _resolve_device(device: str) -> torch.device:
-    if device != "auto":
-        return torch.device(device)
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

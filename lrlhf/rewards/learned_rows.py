@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from jinja2 import TemplateError
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from lrlhf.rewards.function import Completion, content_text
+from lrlhf.media import MediaRefs
+from lrlhf.rewards.function import Completion, RewardError, completion_text, content_text
 from lrlhf.types import Media, Message, Prompt, SequenceBatch
+
+_NO_LIMIT = 10**9  # tokenizers without a limit name one of 30 digits
 
 
 class Row(NamedTuple):
@@ -25,26 +31,26 @@ class Row(NamedTuple):
 def sharing(
     rows: Sequence[Row | None],
     prompts: Sequence[Prompt],
-    images: Sequence[Sequence[Any]],
-    videos: Sequence[Sequence[Any]],
+    shown: Sequence[MediaRefs] | None = None,
 ) -> list[Row | None]:
     """Give rows that show the same objects the same `Media`, so that the model looks once."""
     known: dict[tuple[int, ...], Media] = {}
     numbers: dict[str, int] = {}
     shared: list[Row | None] = []
-    for row, prompt, *shown in zip(rows, prompts, images, videos, strict=True):
+    shown = shown or [MediaRefs()] * len(rows)
+    for row, prompt, refs in zip(rows, prompts, shown, strict=True):
         if row is not None:
             text = prompt if isinstance(prompt, str) else repr(prompt)
             row = row._replace(prompt=numbers.setdefault(text, len(numbers)))
         if row is not None and row.media is not None:
-            key = tuple(id(entry) for kind in shown for entry in kind)
+            key = tuple(map(id, refs.everything))
             row = row._replace(media=known.setdefault(key, row.media))
         shared.append(row)
     return shared
 
 
 def without_marks(completion: Completion, marks: Sequence[str]) -> Completion:
-    """Remove what the reward model would read as an image: a policy can spell it by letters."""
+    """Remove what the reward model would read as media: a policy can spell it by letters."""
     if not marks:
         return completion
     if isinstance(completion, str):
@@ -71,6 +77,32 @@ def encoded(tokenizer: PreTrainedTokenizerBase, text: str, *, specials: bool) ->
     return ids[1:] if doubled else ids
 
 
+def text_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool) -> list[int]:
+    """Tokenize prompt and response as ``RewardModel`` does; text that is no chat gets an end."""
+    ids = encoded(tokenizer, text, specials=not chat)
+    end = tokenizer.eos_token_id
+    return ids if chat or end is None or ids[-1:] == [end] else [*ids, end]
+
+
+def written(
+    tokenizer: PreTrainedTokenizerBase,
+    template: str | None,
+    prompt: Prompt,
+    completion: Completion,
+    *,
+    source: str,
+) -> str:
+    """Return prompt and response as one text; see `rendered`."""
+    if isinstance(prompt, str):
+        return prompt + completion_text(completion)
+    turns = (
+        [{"role": "assistant", "content": completion}]
+        if isinstance(completion, str)
+        else completion
+    )
+    return rendered(tokenizer, template, (*prompt, *turns), source=source)
+
+
 def padded(rows: Sequence[Row]) -> SequenceBatch:
     """Pad at the right; the id does not matter, as the mask says what counts."""
     lengths = torch.tensor([len(row.input_ids) for row in rows])
@@ -83,3 +115,78 @@ def padded(rows: Sequence[Row]) -> SequenceBatch:
         media=tuple(row.media for row in rows),
         group_ids=torch.tensor([row.prompt for row in rows]),
     )
+
+
+def rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    template: str | None,
+    turns: Sequence[Message],
+    *,
+    source: str,
+    open_turn: bool = False,
+) -> str:
+    """Render a chat as the reward model reads it.
+
+    Args:
+        tokenizer: The reward model's.
+        template: Jinja text; None: the tokenizer's.
+        turns: Of the chat.
+        source: The reward model, for messages.
+        open_turn: End where the assistant is to answer.
+
+    Raises:
+        RewardError: There is no template, or it refuses the turns.
+    """
+    if template is None and tokenizer.chat_template is None:
+        raise RewardError(
+            f"the prompts are chats, and the tokenizer of {source!r} has no chat "
+            "template: give chat_template"
+        )
+    try:
+        text = tokenizer.apply_chat_template(
+            [dict(message) for message in turns],
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=open_turn,
+        )
+    # templates are programs: a message that they were not written for fails in many ways
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        raise RewardError(
+            f"the chat template of {source!r} refuses the messages: {error}; give chat_template"
+        ) from error
+    return str(text)
+
+
+def token_limit(
+    max_tokens: int | None, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> int | None:
+    """Return how many tokens an input may have; None: nothing limits it."""
+    limits = [max_tokens, config.get_text_config().to_dict().get("max_position_embeddings")]
+    if tokenizer.model_max_length < _NO_LIMIT:
+        limits.append(int(tokenizer.model_max_length))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def resolve_device(device: str) -> torch.device:
+    """Return a device by its name, ``auto`` being the process's current GPU, if any."""
+    if device != "auto":
+        return torch.device(device)
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+@contextlib.contextmanager
+def in_place(network: nn.Module, device: torch.device, *, offload: bool) -> Iterator[None]:
+    """Have a network on its device inside, and with ``offload`` not longer."""
+    # threads do not inherit the process's current GPU
+    current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with current:
+        if not offload:
+            yield
+            return
+        network.to(device)
+        try:
+            yield
+        finally:
+            network.to("cpu")

@@ -13,6 +13,7 @@ from lrlhf.functional.names import import_function
 from lrlhf.rewards.function import (
     OF_EPISODES,
     OF_RUNS,
+    OTHER_REWARDS,
     RESERVED,
     MissingColumnError,
     RewardError,
@@ -24,7 +25,10 @@ from lrlhf.rewards.functions.length_rewards import LengthPenalty, OverlongPenalt
 from lrlhf.rewards.functions.numeric_answer import NumericAnswer
 from lrlhf.rewards.functions.task_score import ReasoningGymScore
 from lrlhf.rewards.functions.text_rewards import ExactMatch, RegexFormat
+from lrlhf.rewards.functions.verdict_rewards import VerdictCorrect, VerdictFormat
 from lrlhf.rewards.learned import LearnedReward
+from lrlhf.rewards.process import ProcessReward
+from lrlhf.statistics.proportions import Outcomes
 
 NamedFunction = str | RewardFunction | Callable[..., Any]
 """A reward function, or its import path or the short name of a built-in one."""
@@ -36,12 +40,15 @@ BUILTINS: Mapping[str, type[RewardFunction]] = {
     "length_penalty": LengthPenalty,
     "numeric_answer": NumericAnswer,
     "overlong_penalty": OverlongPenalty,
+    "process_reward": ProcessReward,
     "reasoning_gym_score": ReasoningGymScore,
     "regex_format": RegexFormat,
     "repetition_penalty": RepetitionPenalty,
+    "verdict_correct": VerdictCorrect,
+    "verdict_format": VerdictFormat,
 }
 """Short names of the reward functions that come with the library."""
-_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 _BY_KEYWORD = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -153,6 +160,40 @@ class ReadsAnswer(Protocol):
         ...
 
 
+@runtime_checkable
+class SumsUpAnswers(Protocol):
+    """A reward function that says more of the responses of an evaluation than their mean value."""
+
+    share_names: tuple[str, ...]
+    """What it says of them, such as ``accuracy``."""
+
+    def observed(self, text: str, columns: Mapping[str, Any]) -> Any:
+        """Return what is kept of a response: little, and picklable.
+
+        Args:
+            text: The response.
+            columns: Of its row of the data.
+        """
+        ...
+
+    def shares(self, observed: Sequence[Any]) -> Mapping[str, Outcomes]:
+        """Return what all responses of all ranks say, by name; what they leave open is left out."""
+        ...
+
+
+def judging_columns(functions: Iterable[Callable[..., Any]]) -> dict[str, str]:
+    """Return the data columns by which functions judge, and the heading of each in a table.
+
+    One that a function compares responses with is headed "right answer".
+    """
+    found: dict[str, str] = {}
+    for function in functions:
+        for column, heading in judging_column(function).items():
+            if found.get(column, column) == column:
+                found[column] = heading
+    return found
+
+
 def judging_column(function: Callable[..., Any]) -> dict[str, str]:
     """Return the data column by which a function judges responses, and what the column is called.
 
@@ -162,7 +203,7 @@ def judging_column(function: Callable[..., Any]) -> dict[str, str]:
     if isinstance(function, ComparesAnswers):
         return {function.answer_column: "right answer"}
     parameters = inspect.signature(function).parameters.values()
-    known = (*RESERVED, *OF_EPISODES, *OF_RUNS)
+    known = (*RESERVED, OTHER_REWARDS, *OF_EPISODES, *OF_RUNS)
     named = [p.name for p in parameters if p.kind in _BY_KEYWORD and p.name not in known]
     return {named[0]: named[0]} if len(named) == 1 else {}
 

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lrlhf.rewards.function import RewardError
+from lrlhf.rewards.function import RewardError, StepReward, StepValues
 
 _LARGEST = torch.finfo(torch.float32).max
 _MAX_SHOWN = 60
@@ -80,6 +80,55 @@ def _entries(returned: Any, function: str, count: int) -> Sequence[Any]:
     )
 
 
+class Returned(NamedTuple):
+    """What a function returned for the responses that it was asked about."""
+
+    column: int
+    function: str
+    rows: Sequence[int]
+    """The responses."""
+    values: Any
+
+
+def weighted_steps(
+    returned: Sequence[Returned], weights: Float[Tensor, "B K"]
+) -> tuple[tuple[StepReward, ...], ...]:
+    """Weigh what single steps of each response add as its score is weighed.
+
+    Args:
+        returned: What is no `StepValues` has no steps.
+        weights: Of each function for each response.
+
+    Raises:
+        RewardError: A function gave no list of steps for a response, or no finite reward.
+    """
+    found: list[list[StepReward]] = [[] for _ in weights]
+    for column, function, rows, values in returned:
+        if not isinstance(values, StepValues):
+            continue
+        _check_steps(values, function)
+        for row, value, steps in zip(rows, values, values.steps, strict=True):
+            weight = float(weights[row, column])
+            own = steps if value is not None and weight else ()
+            found[row] += [one._replace(value=weight * one.value) for one in own]
+    return tuple(map(tuple, found))
+
+
+def _check_steps(returned: StepValues, function: str) -> None:
+    if len(returned.steps) != len(returned):
+        raise RewardError(
+            f"reward function {function!r} returned the steps of {len(returned.steps)} responses "
+            f"and {len(returned)} values; return both for every response"
+        )
+    for steps in returned.steps:
+        bad = next((one for one in steps if finite_number(one.value) is None), None)
+        if bad is not None:
+            raise RewardError(
+                f"reward function {function!r} gave {shorten(bad.value)} for the step that ends "
+                f"after {bad.end} characters; give a finite number"
+            )
+
+
 def finite_number(value: Any) -> float | None:
     """Return the value as a float, or None where it is no finite float32 number.
 
@@ -133,13 +182,19 @@ class RewardResult:
     """What went wrong in this batch, tracebacks included; begins with the function's name."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """That each function took for the batch, side by side with the others; NaN where it failed."""
+    weights: Float[Tensor, "B K"] | None = None
+    """What the score multiplies the values with; NaN: the function was not asked; None: unknown."""
     turn_weights: Float[Tensor, " B"] | None = None
     """What the score multiplies the rewards of single turns with; None: unknown."""
+    step_rewards: tuple[tuple[StepReward, ...], ...] | None = None
+    """What single steps of each response add to its score; None: no function looks at steps."""
 
     def with_metrics(self, other: RewardResult) -> RewardResult:
         """Return the same scores, with the values of further functions beside them."""
+        unweighted = torch.zeros_like(other.per_function, dtype=torch.float64)
         return replace(
             self,
+            weights=None if self.weights is None else torch.cat([self.weights, unweighted], dim=1),
             per_function=torch.cat([self.per_function, other.per_function], dim=1),
             names=(*self.names, *other.names),
             metrics={**self.metrics, **other.metrics},

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 import math
-import traceback
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast
@@ -17,12 +15,15 @@ from torch import Tensor
 
 from lrlhf.arguments import KeepsArguments
 from lrlhf.rewards.dispatch import Call, Dispatcher, Outcome
+from lrlhf.rewards.failures import Failures, check_quota, explain
 from lrlhf.rewards.function import (
+    OTHER_REWARDS,
     Completion,
     MissingColumnError,
     PartialValues,
     RewardError,
     RewardFunction,
+    StepReward,
     first_of,
 )
 from lrlhf.rewards.function_weights import (
@@ -31,25 +32,27 @@ from lrlhf.rewards.function_weights import (
     weighted_sum,
     weights_by_label,
 )
+from lrlhf.rewards.inputs import OtherRewards, complete_inputs, in_waves
 from lrlhf.rewards.lookup import (
     BoundFunction,
     NamedFunction,
-    ReadsAnswer,
     bind_functions,
     chosen_arguments,
     filled_by_python,
-    judging_column,
+    judging_columns,
 )
-from lrlhf.rewards.reward_values import Journal, RewardResult, check_values
+from lrlhf.rewards.reward_values import (
+    Journal,
+    Logged,
+    Returned,
+    RewardResult,
+    check_values,
+    weighted_steps,
+)
 from lrlhf.types import Prompt
 
-logger = logging.getLogger(__name__)
-
-_MAX_LOGGED = 50
 _TIMEOUT_S = 1800.0
 """For functions that may hang; far more than work takes."""
-_FORGIVEN = 0.1
-"""What a batch without failure takes off the count, so that a long run may have its accidents."""
 
 
 class _Asked(NamedTuple):
@@ -58,6 +61,17 @@ class _Asked(NamedTuple):
     bound: BoundFunction
     rows: list[int]
     journal: Journal
+
+
+class _Answer(NamedTuple):
+    """What came of asking a function."""
+
+    asked: _Asked
+    values: list[float]
+    """One per row that it was asked about; NaN: none."""
+    failure: str
+    logged: Logged
+    outcome: Outcome
 
 
 class Rewards(KeepsArguments):
@@ -85,12 +99,15 @@ class Rewards(KeepsArguments):
             asked only about the responses whose label gives it a weight.
         label_column: Data column that holds the label for ``recipe``.
         optional: Names of functions that may have no value for a response.
+        inputs: For functions with an argument ``rewards``: the names of the rewards whose values
+            they are given in it, as a mapping from name to a list with one value per response, or
+            None. Those that are not listed here get the values of all functions before them.
 
     Raises:
         ValueError: The functions, names, weights or recipe do not fit together.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  the keys of a user's config
         self,
         functions: list[NamedFunction] | dict[str, NamedFunction],
         weights: list[float] | dict[str, float] | None = None,
@@ -100,6 +117,7 @@ class Rewards(KeepsArguments):
         label_column: str = "label",
         max_failures: int | None = 10,
         optional: list[str] | None = None,
+        inputs: dict[str, list[str]] | None = None,
     ) -> None:
         if isinstance(timeout, int | float) and not timeout > 0:
             raise ValueError(f"timeout is {timeout}; give seconds above 0, or null for no limit")
@@ -109,8 +127,6 @@ class Rewards(KeepsArguments):
             )
         if recipe is not None and weights is not None:
             raise ValueError("weights and recipe exclude each other: drop one of the two")
-        if max_failures is not None and max_failures < 1:
-            raise ValueError(f"max_failures is {max_failures}; it must be 1 or more, or null")
         self._functions = bind_functions(functions)
         self.names: tuple[str, ...] = tuple(name for name, _ in self._functions)
         self._weights = (
@@ -119,36 +135,29 @@ class Rewards(KeepsArguments):
             else weights_by_label(self.names, recipe, label_column)
         )
         check_known(optional or [], self.names, "optional")
+        self._inputs = complete_inputs(self._functions, inputs or {})
+        self._waves = in_waves(self.names, self._inputs)
         self._of_turns = torch.tensor(
             [getattr(function, "sums_turns", False) for _, function in self._functions]
         )
+        self._looks_at_steps = any(
+            getattr(function, "gives_steps", False) for _, function in self._functions
+        )
         self._optional = torch.tensor([name in (optional or []) for name in self.names])
         self._max_unscorable_fraction = max_unscorable_fraction
-        self._max_failures = math.inf if max_failures is None else max_failures
-        self._failures: dict[str, float] = defaultdict(float)
-        """Batches in which a function failed, less what was forgiven."""
+        self._failures = Failures(max_failures)
         self._spares_some = timeout == "auto"
         self._dispatcher = Dispatcher(_TIMEOUT_S if timeout == "auto" else timeout)
-        self._logged: set[str] = set()
+
+    @property
+    def functions(self) -> dict[str, object]:
+        """The functions by name."""
+        return dict(self._functions)
 
     @property
     def answer_columns(self) -> dict[str, str]:
-        """Data columns by which the functions judge, and the heading of each in a table.
-
-        One that a function compares responses with is headed "right answer".
-        """
-        found: dict[str, str] = {}
-        for _, function in self._functions:
-            for column, heading in judging_column(function).items():
-                if found.get(column, column) == column:
-                    found[column] = heading
-        return found
-
-    @property
-    def answer_readers(self) -> dict[str, ReadsAnswer]:
-        """The functions that tell what a response answers, by name."""
-        functions: dict[str, object] = dict(self._functions)
-        return {name: one for name, one in functions.items() if isinstance(one, ReadsAnswer)}
+        """See `judging_columns`."""
+        return judging_columns(function for _, function in self._functions)
 
     def asking_for(self, argument: str) -> list[str]:
         """Return the functions whose signature names an argument."""
@@ -176,7 +185,7 @@ class Rewards(KeepsArguments):
     def beside_a_run(self) -> Rewards:
         """Return the same functions, whose failures count by themselves."""
         own = copy.copy(self)
-        own._failures, own._logged = defaultdict(float), set()
+        own._failures = self._failures.afresh()
         return own
 
     def score(
@@ -219,15 +228,34 @@ class Rewards(KeepsArguments):
         weights = self._weights.rows(columns)
         weights[[*(failed or {})]] = math.nan
         given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
-        asked = [
-            _Asked(bound, rows, Journal(len(rows)))
-            for bound, weight in zip(self._functions, weights.T, strict=True)
-            if (rows := weight.isfinite().nonzero()[:, 0].tolist())
-        ]
-        outcomes = self._dispatcher.run(
-            [self._call(entry, given, columns, on_request or {}) for entry in asked]
-        )
-        return self._combine(asked, outcomes, weights, failed or {}, limited=limited)
+        answers = self._answers(weights, given, columns, on_request or {})
+        return self._combine(answers, weights, failed or {}, limited=limited)
+
+    def _answers(
+        self,
+        weights: Float[Tensor, "B K"],
+        given: Mapping[str, Sequence[Any]],
+        columns: Sequence[Mapping[str, Any]],
+        on_request: Mapping[str, Sequence[Any]],
+    ) -> list[_Answer]:
+        """Ask the functions, those that see others' values after these."""
+        rows = [weight.isfinite().nonzero()[:, 0].tolist() for weight in weights.T]
+        found: dict[str, list[float | None]] = {name: [None] * len(weights) for name in self.names}
+        answers: dict[int, _Answer] = {}
+        for wave in self._waves:
+            asked = {
+                place: _Asked(self._functions[place], rows[place], Journal(len(rows[place])))
+                for place in wave
+                if rows[place]
+            }
+            outcomes = self._dispatcher.run(
+                [self._call(entry, given, columns, on_request, found) for entry in asked.values()]
+            )
+            for (place, entry), outcome in zip(asked.items(), outcomes, strict=True):
+                answer = answers[place] = self._read(entry, outcome)
+                for row, value in zip(entry.rows, answer.values, strict=True):
+                    found[entry.bound.name][row] = None if math.isnan(value) else value
+        return [answers[place] for place in sorted(answers)]
 
     def _call(
         self,
@@ -235,6 +263,7 @@ class Rewards(KeepsArguments):
         given: Mapping[str, Sequence[Any]],
         columns: Sequence[Mapping[str, Any]],
         on_request: Mapping[str, Sequence[Any]],
+        found: Mapping[str, Sequence[float | None]],
     ) -> Call:
         """Return what is called, with the rows that are asked about in lists of its own."""
         name, function = entry.bound
@@ -250,38 +279,47 @@ class Rewards(KeepsArguments):
             "log_metric": entry.journal.log_metric,
             "log_extra": entry.journal.log_extra,
         }
+        if name in self._inputs:
+            available[OTHER_REWARDS] = OtherRewards(
+                {other: [found[other][row] for row in entry.rows] for other in self._inputs[name]}
+            )
         ends = isinstance(function, RewardFunction) and function.ends_by_itself
         arguments = chosen_arguments(name, signature, available, filled_by_python(function))
         return Call(name, function, arguments, unlimited=self._spares_some and ends)
 
     def _combine(
         self,
-        asked: Sequence[_Asked],
-        outcomes: Sequence[Outcome],
+        answers: Sequence[_Answer],
         weights: Float[Tensor, "B K"],
         failed: Mapping[int, str],
         *,
         limited: bool,
     ) -> RewardResult:
         per_function = torch.full(weights.shape, math.nan, dtype=torch.float32)
-        metrics, extras = _logged(asked, len(weights))
+        metrics, extras = _logged(answers, len(weights))
         failures: dict[str, str] = {}
         if failed:
             reason = first_of(failed, f"{len(failed)} episodes failed")
             failures["environment"] = f"environment: {reason}"
-            self._log(failures["environment"])
-        for entry, outcome in zip(asked, outcomes, strict=True):
-            name = entry.bound.name
-            values, failure = self._read(entry, outcome)
-            column_number = self.names.index(name)
-            per_function[entry.rows, column_number] = torch.tensor(values, dtype=torch.float32)
-            if failure:
-                failures[name] = f"{name}: {failure}"
-                self._log(failures[name])
+            self._failures.log(failures["environment"])
+        for answer in answers:
+            name = answer.asked.bound.name
+            values = torch.tensor(answer.values, dtype=torch.float32)
+            per_function[answer.asked.rows, self.names.index(name)] = values
+            if answer.failure:
+                failures[name] = f"{name}: {answer.failure}"
+                self._failures.log(failures[name])
         scores = weighted_sum(per_function, weights, optional=self._optional)
-        self._check_failures(failures)
+        self._failures.check(failures)
         if limited:
-            self._check_quota(scores, per_function, weights, [*failures.values()])
+            check_quota(
+                scores,
+                per_function,
+                weights,
+                names=self.names,
+                failures=[*failures.values()],
+                allowed=self._max_unscorable_fraction,
+            )
         wanted = weights.isfinite()
         missing = (per_function.isnan() & wanted).sum(dim=0) / wanted.sum(dim=0).clamp(min=1)
         unscored = {
@@ -295,88 +333,49 @@ class Rewards(KeepsArguments):
             metrics=metrics | unscored,
             extras=extras,
             failures=[*failures.values()],
-            seconds={
-                entry.bound.name: outcome.seconds
-                for entry, outcome in zip(asked, outcomes, strict=True)
-            },
+            seconds={answer.asked.bound.name: answer.outcome.seconds for answer in answers},
+            weights=weights,
             turn_weights=(weights.nan_to_num(nan=0.0) * self._of_turns).sum(dim=1),
+            step_rewards=self._steps(answers, weights) if self._looks_at_steps else None,
         )
 
-    def _read(self, entry: _Asked, outcome: Outcome) -> tuple[list[float], str]:
-        """Return the values of a function, NaN where there is none, and what went wrong."""
+    def _steps(
+        self, answers: Sequence[_Answer], weights: Float[Tensor, "B K"]
+    ) -> tuple[tuple[StepReward, ...], ...]:
+        returned = [
+            Returned(self.names.index(bound.name), bound.name, rows, answer.outcome.value)
+            for answer in answers
+            for bound, rows, _ in [answer.asked]
+        ]
+        return weighted_steps(returned, weights)
+
+    def _read(self, entry: _Asked, outcome: Outcome) -> _Answer:
+        """Return the values of a function, what it logged, and what went wrong."""
+        logged = entry.journal.close()
         name, error = entry.bound.name, outcome.error
         if isinstance(error, RewardError):
             # a class of the user's own may have another constructor
             kind = MissingColumnError if isinstance(error, MissingColumnError) else RewardError
             raise kind(f"reward function {name!r}: {error}") from error
         if error is not None:
-            self._count(name, 1.0)
-            return [math.nan] * len(entry.rows), _explain(error)
+            self._failures.count(name, 1.0)
+            nothing = [math.nan] * len(entry.rows)
+            return _Answer(entry, nothing, explain(error), logged, outcome)
         values, bad, failure = check_values(outcome.value, function=name, rows=entry.rows)
         if isinstance(outcome.value, PartialValues):
             failure = "\n".join(filter(None, (failure, outcome.value.failure)))
             bad += outcome.value.failed
-        self._count(name, bad / len(entry.rows))
-        return values, failure
-
-    def _count(self, name: str, part: float) -> None:
-        """Note the part of a batch for which a function failed, from 0 to 1."""
-        count = self._failures[name] + part - (1 - part) * _FORGIVEN
-        self._failures[name] = max(0.0, round(count, 9))  # ten tenths are one
-
-    def _check_failures(self, failures: Mapping[str, str]) -> None:
-        for name, failure in failures.items():
-            if self._failures[name] >= self._max_failures:
-                raise RewardError(
-                    f"reward function {name!r} failed in {self._max_failures} batches of this "
-                    f"run, less one for every ten without failure. Repair it, or raise "
-                    f"max_failures. The last failure: {failure}"
-                )
-
-    def _log(self, failure: str) -> None:
-        name, _, text = failure.partition(": ")
-        summary = f"{name}: {text.splitlines()[-1]}"  # which says what was raised
-        if summary not in self._logged and len(self._logged) < _MAX_LOGGED:
-            self._logged.add(summary)
-            logger.error("reward function %s", failure)
-
-    def _check_quota(
-        self,
-        scores: Float[Tensor, " B"],
-        per_function: Float[Tensor, "B K"],
-        weights: Float[Tensor, "B K"],
-        failures: Sequence[str],
-    ) -> None:
-        unscorable = scores.isnan()
-        count = int(unscorable.sum())
-        if count <= self._max_unscorable_fraction * len(scores):
-            return
-        wanted = weights.isfinite() & (weights != 0)
-        silent = (per_function.isnan() & wanted & unscorable[:, None]).sum(dim=0)
-        blame = ", ".join(
-            f"{name} ({missing} without a value)"
-            for name, missing in zip(self.names, silent.tolist(), strict=True)
-            if missing
-        )
-        first = failures[0] if failures else "none: the functions returned None"
-        several = len(self.names) > 1
-        # which may return None for a response that they have nothing to say about
-        advice = "list those whose value may be missing under optional, " if several else ""
-        raise RewardError(
-            f"{'not every' if several else 'no'} reward could score {count} of {len(scores)} "
-            f"responses (the first is response {int(unscorable.nonzero()[0])}; allowed: "
-            f"{self._max_unscorable_fraction:.0%}). Functions: {blame}. Repair them, give them "
-            f"more time with timeout, {advice}or accept more with max_unscorable_fraction. First "
-            f"failure: {first}"
-        )
+        self._failures.count(name, bad / len(entry.rows))
+        return _Answer(entry, values, failure, logged, outcome)
 
 
-def _logged(asked: Sequence[_Asked], count: int) -> tuple[dict[str, float], dict[str, list[Any]]]:
+def _logged(
+    answers: Sequence[_Answer], count: int
+) -> tuple[dict[str, float], dict[str, list[Any]]]:
     """Return the means of all metrics, and every column spread over all responses."""
     metrics: dict[str, list[float]] = defaultdict(list)
     extras: dict[str, list[Any]] = {}
-    for entry in asked:
-        logged = entry.journal.close()
+    for entry, _, _, logged, _ in answers:
         for name, numbers in logged.metrics.items():
             metrics[name] += numbers
         for column, values in logged.extras.items():
@@ -387,12 +386,6 @@ def _logged(asked: Sequence[_Asked], count: int) -> tuple[dict[str, float], dict
                 extras[name][row] = value
     means = {name: math.fsum(numbers) / len(numbers) for name, numbers in metrics.items()}
     return means, extras
-
-
-def _explain(error: BaseException) -> str:
-    if type(error).__module__.startswith("lrlhf."):  # says itself what went wrong
-        return str(error)
-    return "".join(traceback.format_exception(error)).rstrip()
 
 
 def as_rewards(given: object) -> Rewards:

@@ -14,6 +14,7 @@ from lrlhf.rollout.engines.engine import (
 from lrlhf.rollout.engines.policy_weights import PolicyWeights, WeightSyncError
 from lrlhf.rollout.engines.synced_engine import EngineFailure, SyncedEngine
 from lrlhf.rollout.engines.transformers_engine import TransformersEngine
+from lrlhf.rollout.generative_reward import GenerativeReward
 from lrlhf.rollout.listener import RolloutListener
 from lrlhf.rollout.minibatches import (
     MicroBatch,
@@ -41,6 +42,7 @@ __all__ = [
     "Collector",
     "EngineFailure",
     "EngineWrapper",
+    "GenerativeReward",
     "MicroBatch",
     "PolicyWeights",
     "ProbeGap",

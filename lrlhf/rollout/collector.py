@@ -19,6 +19,7 @@ from lrlhf.rollout.episodes.scores import scored_episodes, with_turn_rewards
 from lrlhf.rollout.records import plain_json, rollout_records
 from lrlhf.rollout.responses import response_ids
 from lrlhf.rollout.sampling import Sampling
+from lrlhf.rollout.step_rewards import with_step_rewards
 from lrlhf.rollout.texts import response_texts
 from lrlhf.types import PromptBatch, Rollout
 
@@ -61,7 +62,8 @@ class Collector:
         engine: Generates the responses; already attached to the policy.
         rewards: Scores them.
         tokenizer: Turns them into text for the rewards and for people.
-        shows_media: Give the rewards columns ``images`` and ``videos``, lists for each response.
+        shows_media: Give the rewards columns ``images``, ``videos`` and ``audios``, lists for each
+            response.
     """
 
     def __init__(
@@ -150,6 +152,7 @@ class Collector:
                 if metrics is not None:
                     rewards = rewards.with_metrics(metrics.score(**asked, limited=False))
             rollout = with_turn_rewards(rollout, rewards)
+            rollout = with_step_rewards(rollout, prompts, rewards, texts, self._tokenizer)
         records = rollout_records(
             prompts,
             rollout,
@@ -174,6 +177,7 @@ class Collector:
                 **own,
                 "images": [] if shown is None else list(shown.images),
                 "videos": [] if shown is None else list(shown.videos),
+                "audios": [] if shown is None else list(shown.audios),
             }
             for own, shown in zip(columns, media, strict=True)
         ]

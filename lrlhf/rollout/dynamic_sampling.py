@@ -47,7 +47,8 @@ def collect_different(
             prompt.
         wanted: Groups to end with.
         num_generations: Responses per prompt.
-        scores_of: `[B]`, the scores that are trained on; NaN: the response is not.
+        scores_of: `[B]`, the scores that are trained on, or `[B, K]`, several of each response;
+            NaN: the response is not.
         any_rank: Whether a condition holds on any rank. All ranks sample in the same number
             of rounds, as an engine may need them together.
 
@@ -74,12 +75,12 @@ def collect_different(
     return Filtered(select_collected(everything, rows), filler, everything, len(rounds), used)
 
 
-def groups_differ(scores: Float[Tensor, " B"], num_generations: int) -> Bool[Tensor, " P"]:
-    """Return which groups have two scorable responses with different scores."""
-    groups = scores.view(-1, num_generations)
+def groups_differ(scores: Float[Tensor, "B ..."], num_generations: int) -> Bool[Tensor, " P"]:
+    """Return which groups have two scorable responses with different scores, of K kinds any."""
+    groups = scores.unsqueeze(-1).reshape(-1, num_generations, *scores.shape[1:], 1)
     highest = groups.nan_to_num(nan=-torch.inf).amax(dim=1)
     lowest = groups.nan_to_num(nan=torch.inf).amin(dim=1)
-    return highest > lowest
+    return (highest > lowest).flatten(1).any(dim=1)
 
 
 def merge_collected(parts: Sequence[Collected]) -> Collected:
@@ -137,6 +138,7 @@ def select_collected(collected: Collected, rows: Tensor) -> Collected:
             rewards,
             scores=rewards.scores[rows],
             per_function=rewards.per_function[rows],
+            weights=None if rewards.weights is None else rewards.weights[rows],
             extras={
                 name: [values[row] for row in chosen] for name, values in rewards.extras.items()
             },
@@ -148,6 +150,7 @@ def select_collected(collected: Collected, rows: Tensor) -> Collected:
 
 def _merge_rewards(results: Sequence[RewardResult]) -> RewardResult:
     rows = [len(result.scores) for result in results]
+    weights = [result.weights for result in results if result.weights is not None]
     metrics: dict[str, float] = {}
     for name in {name: None for result in results for name in result.metrics}:
         having = [(r, n) for r, n in zip(results, rows, strict=True) if name in r.metrics]
@@ -162,6 +165,7 @@ def _merge_rewards(results: Sequence[RewardResult]) -> RewardResult:
     return RewardResult(
         scores=torch.cat([result.scores for result in results]),
         per_function=torch.cat([result.per_function for result in results]),
+        weights=torch.cat(weights) if len(weights) == len(results) else None,
         names=results[0].names,
         metrics=metrics,
         extras=extras,

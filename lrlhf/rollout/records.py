@@ -66,6 +66,7 @@ def rollout_records(
                     name: plain_json(float(rewards.per_function[row, column]))
                     for column, name in enumerate(rewards.names)
                 },
+                **_weights(rewards, row),
                 "length": int(rollout.response_mask[row].sum()),
                 "finish_reason": "length" if bool(rollout.truncated[row]) else "stop",
                 **({} if episode is None else _played(episode)),
@@ -80,6 +81,14 @@ def rollout_records(
             }
         )
     return records
+
+
+def _weights(rewards: RewardResult, row: int) -> dict[str, Any]:
+    """Return what each reward counts in the score; null: it was not asked."""
+    if rewards.weights is None:
+        return {}
+    weights = rewards.weights[row].tolist()
+    return {"weights": plain_json(dict(zip(rewards.names, weights, strict=True)))}
 
 
 def _prompt_texts(

@@ -22,6 +22,11 @@ class Sampling:
             and refused where the policy is trained on the response.
         presence_penalty: Taken off the logit of tokens that the response has already.
         frequency_penalty: Taken off as often as it has them.
+        first_temperature: Temperature of a response's first token alone, such as 30, which makes
+            responses differ from their beginning (FIRE, Chen et al. 2024,
+            https://arxiv.org/abs/2410.21236); None: as the others. In training the advantages of
+            each response then have the weight that makes up for it.
+        first_top_k: Draw that token from this many of the likeliest ones; 0: from all.
         stop: Strings that end a response where they first appear. Their tokens stay part of it;
             the text that rewards and logs get ends before them.
         stop_in_text: Leave them in the text too, such as ``</answer>`` that a reward looks for.
@@ -39,6 +44,8 @@ class Sampling:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    first_temperature: float | None = None
+    first_top_k: int = 0
     stop: tuple[str, ...] = field(default=())
     stop_in_text: bool = False
 
@@ -57,9 +64,20 @@ class Sampling:
             ("repetition_penalty", self.repetition_penalty > 0, "be above 0, 1 leaves all"),
             ("presence_penalty", abs(self.presence_penalty) <= 2, "lie in [-2, 2]"),
             ("frequency_penalty", abs(self.frequency_penalty) <= 2, "lie in [-2, 2]"),
+            (
+                "first_temperature",
+                self.first_temperature is None or self.first_temperature > 0,
+                "be above 0, or null",
+            ),
+            ("first_top_k", self.first_top_k >= 0, "be 0 (all tokens) or more"),
         ):
             if not holds:
                 raise ValueError(f"sampling.{name} is {getattr(self, name)}; it must {rule}")
+        if self.first_top_k and self.first_temperature is None:
+            raise ValueError(
+                f"sampling.first_top_k is {self.first_top_k}, but there is no first_temperature "
+                "that it goes with: set it, such as 30, or take top_k"
+            )
         # null reaches this class from a config
         if self.stop is None or "" in self.stop:  # type: ignore[redundant-expr,unused-ignore]
             raise ValueError(
@@ -81,6 +99,11 @@ class Sampling:
     def truncates(self) -> bool:
         """Whether some tokens can never be sampled, so that the policy is not what is sampled."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.min_new_tokens > 0
+
+    @property
+    def starts_hot(self) -> bool:
+        """Whether a response's first token comes from another distribution than the policy's."""
+        return self.first_temperature is not None
 
     @property
     def penalizes(self) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -38,17 +40,67 @@ def response_texts(
         tokenizer: The policy's.
         sampling: How they were sampled.
     """
-    num_generations = len(rollout) // len(prompts)
-    starts = response_starts(rollout, prompts)
     stops = () if sampling.stop_in_text else sampling.stop
     texts = []
-    for row, runs in enumerate(response_runs(rollout, prompts)):
-        ids = rollout.input_ids[row].tolist()
-        goes_on = isinstance(prompts.prompts[row // num_generations], str)
-        decoder = _Decoder(tokenizer, _end_of(ids[: starts[row]]) if goes_on else [])
+    for row, (decoder, ids, runs) in enumerate(_undecoded(prompts, rollout, tokenizer)):
         ended = bool(stops) and bool(runs) and runs[-1].sampled and not rollout.truncated[row]
         texts.append(_decoded(decoder, ids, runs, stops if ended else ()))
     return texts
+
+
+def text_ends(
+    prompts: PromptBatch,
+    rollout: Rollout,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[CompletionText],
+    ends: Sequence[Sequence[int]],
+) -> list[list[int]]:
+    """Find the columns of the tokens that complete parts of the responses.
+
+    Args:
+        prompts: The unique prompts.
+        rollout: Their responses, rows of one prompt consecutive.
+        tokenizer: The policy's.
+        texts: Of each response, as `response_texts` decodes it.
+        ends: Of each response: numbers of its characters, above 0, that are complete at a token.
+            At the end of what the policy wrote in one go that is the last token of it, special ones
+            included.
+    """
+    rows = zip(_undecoded(prompts, rollout, tokenizer), texts, ends, strict=True)
+    return [[_end_column(*row, text, end) for end in wanted] for row, text, wanted in rows]
+
+
+def _end_column(
+    decoder: _Decoder, ids: Sequence[int], runs: Sequence[Run], text: CompletionText, end: int
+) -> int:
+    """Find the token that completes the first ``end`` characters of a response."""
+    untils = accumulate(len(segment.text) for segment in text.segments)
+    whole = zip(untils, runs, strict=True)
+    until, run = next((one for one in whole if 0 < end <= one[0]), (0, None))
+    if run is None:
+        raise ValueError(
+            f"a reward says that a step ends after {end} characters of a response of "
+            f"{len(''.join(one.text for one in text.segments))}: {str(text)[:60]!r}"
+        )
+    if end == until:
+        return run.end - 1
+
+    def complete(column: int) -> int:
+        return len(decoder.text(ids[runs[0].start : column + 1]).rstrip(_INCOMPLETE))
+
+    return run.start + bisect_left(range(run.start, run.end - 1), end, key=complete)
+
+
+def _undecoded(
+    prompts: PromptBatch, rollout: Rollout, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[_Decoder, list[int], list[Run]]]:
+    """Go through what decodes each response, the tokens of its row, and its segments."""
+    num_generations = len(rollout) // len(prompts)
+    starts = response_starts(rollout, prompts)
+    for row, runs in enumerate(response_runs(rollout, prompts)):
+        ids = rollout.input_ids[row].tolist()
+        goes_on = isinstance(prompts.prompts[row // num_generations], str)
+        yield _Decoder(tokenizer, _end_of(ids[: starts[row]]) if goes_on else []), ids, runs
 
 
 class TurnText(NamedTuple):

@@ -6,6 +6,15 @@ import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from statistics import NormalDist
+from typing import NamedTuple
+
+
+class Outcomes(NamedTuple):
+    """What a share is of."""
+
+    outcomes: Sequence[bool]
+    clusters: Sequence[Hashable]
+    """What each outcome belongs to; outcomes of one cluster depend on each other."""
 
 
 def wilson_interval(count: float, total: float, level: float = 0.95) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lrlhf.analysis.audit import Audit, as_json, as_page, as_text, audit
-from lrlhf.datamodules import PreferenceDataModule, PromptDataModule
+from lrlhf.datamodules import PreferenceDataModule, PromptDataModule, SupervisedDataModule
 from tests.analysis.texts import clean_pairs, question, sentences
 from tests.conftest import build_tokenizer
 from tests.datamodules.conftest import Rows
@@ -318,6 +318,50 @@ def test_an_instruction_around_different_questions_makes_no_near_duplicates() ->
         "near-duplicates": {"like 100"},
         "near leaks between train and validation": {"like 110"},
     }
+
+
+def test_texts_to_be_learnt_are_audited_in_all_their_shapes() -> None:
+    draw = random.Random(11)
+    clean = [
+        {"prompt": question(draw), "completion": sentences(draw, 2), "tag": f"clean {number}"}
+        for number in range(40)
+    ]
+    said, asked = sentences(draw, 2), question(draw)
+    user, assistant = ("user", question(draw)), ("assistant", sentences(draw, 2))
+    train: list[Row] = [
+        *clean,
+        {"text": said, "tag": "text"},
+        {"text": said, "tag": "the text again"},
+        {"messages": chat(user, assistant), "tag": "chat"},
+        {"messages": chat(user, assistant), "tag": "the chat again"},
+        {"messages": chat(("user", asked), ("user", asked), assistant), "tag": "two users"},
+        {"messages": chat(("user", question(draw)), ("assistant", " ")), "tag": "blank turn"},
+        {"prompt": (repeated := question(draw)), "completion": f" {repeated} {said}", "tag": "r"},
+        {"prompt": question(draw), "completion": "None", "tag": "None"},
+        {"prompt": question(draw), "completion": sentences(draw, 40), "tag": "too long"},
+    ]
+    val = [{"prompt": clean[3]["prompt"], "completion": sentences(draw, 1), "tag": "leak"}]
+    data = SupervisedDataModule(
+        Rows(train, "train.jsonl"), val=Rows(val, "val.jsonl"), max_tokens=MAX_TOKENS
+    )
+
+    found = audit(data, BESIDE, context=CONTEXT)
+
+    assert tags(found, train, val) == {
+        "exact duplicates": {"the text again", "the chat again"},
+        "roles missing or repeated": {"two users"},
+        "empty texts": {"blank turn"},
+        "prompt inside of the answer": {"r"},
+        "literal None or nan": {"None"},
+        "left out: too long": {"too long"},
+        "leaks between train and validation": {"leak"},
+    }
+    assert found.totals == {"train": len(train), "validation": 1}
+    lengths = {measure.name: measure for measure in found.measures}
+    assert lengths["tokens of an answer, most"].of == len(train)  # all but the one that is too long
+    # a byte is a token, and the end of the sequence is one more
+    completions = [len(row["completion"]) + 1 for row in clean]
+    assert lengths["tokens of an answer, most"].value >= max(completions)
 
 
 def test_prompts_are_audited_with_the_room_that_their_responses_need() -> None:

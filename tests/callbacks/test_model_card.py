@@ -217,6 +217,8 @@ def test_secrets_and_folders_stay_out(tmp_path: Path) -> None:
          "AutoModelForSequenceClassification"),
         ({"config.json": {"architectures": ["LlamaModel"]}, "reward_head.json": {}},
          "text-classification", "lrlhf", "RewardModel("),
+        ({"config.json": {"architectures": ["LlamaForTokenClassification"]}},
+         "token-classification", "transformers", "ProcessRewardModel("),
         ({"config.json": {"architectures": ["Qwen2VLForConditionalGeneration"]}},
          "image-text-to-text", "transformers", "image-text-to-text"),
     ],

@@ -11,6 +11,8 @@ from torch.utils.data import DataLoader
 
 from lrlhf.callbacks import PairPage
 from lrlhf.callbacks.reports.pair_page import _lines
+from lrlhf.callbacks.reports.pictures import picture
+from lrlhf.media import Audio
 from lrlhf.types import Media, PreferenceBatch, SequenceBatch
 from tests.callbacks.fakes import trainer
 
@@ -49,6 +51,18 @@ def test_a_page_holds_the_first_pairs_of_the_validation_set(tmp_path: Path) -> N
     for level in (10, 240, 30, 220):
         # each picture is a large area of its one grey level
         assert (drawn == level).sum() > 5000
+
+
+def test_sounds_are_drawn_as_waveforms() -> None:
+    samples = np.concatenate([np.zeros(4000), 0.25 * np.ones(4000), -0.5 * np.ones(4000)])
+    audio = Audio(samples.astype(np.float32), 16_000)
+    shown = picture(Media(tensors={}, tokens={"audio": 6}, audios=(audio,)))
+    drawn = np.asarray(shown.convert("L"))
+    height, width = drawn.shape
+    # the middle of each third: silence in the middle, then above it, then at the very bottom
+    heights = [np.flatnonzero(drawn[:, place * width // 6] < 128) / height for place in (1, 3, 5)]
+    for found, expected in zip(heights, (0.5, 0.25, 1.0), strict=True):
+        assert found.mean() == pytest.approx(expected, abs=0.02)
 
 
 def test_scores_are_green_where_people_agree_and_red_where_not() -> None:

@@ -3,6 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+_DATA = {
+    "SFT": "SupervisedDataModule",
+    "RewardModel": "PreferenceDataModule",
+    "DPO": "PreferenceDataModule",
+}
+
 
 def experiment(
     module: str,
@@ -15,18 +21,18 @@ def experiment(
     """Config of ``fit``.
 
     Args:
-        module: Class name; a `RewardModel` gets pairs, others prompts, rewards and 2 generations.
+        module: Class name; `SFT` gets texts, `RewardModel` and `DPO` get pairs, others prompts,
+            rewards and 2 generations.
         options: Of the module.
         data: Of the data module.
         reward: Import path of the reward function.
         trainer: Of the trainer, beside what keeps it quiet.
     """
-    pairs = module == "RewardModel"
-    if not pairs:
+    data_module = _DATA.get(module, "PromptDataModule")
+    if module not in _DATA:
         rewards = {"class_path": "Rewards", "init_args": {"functions": [reward]}}
         sampling = {"max_new_tokens": 3}
         options = {"rewards": rewards, "num_generations": 2, "sampling": sampling, **options}
-    data_module = "PreferenceDataModule" if pairs else "PromptDataModule"
     return {
         "seed_everything": 3,
         "model": {"class_path": module, "init_args": options},

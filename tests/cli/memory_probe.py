@@ -12,7 +12,7 @@ import lightning as L
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from lrlhf.modules import PPO, RLOO
+from lrlhf.modules import DPO, PPO, RLOO
 from lrlhf.rollout import RolloutListener
 
 
@@ -86,6 +86,8 @@ def _resident(trainer: L.Trainer, module: L.LightningModule) -> Iterable[Tensor]
         models += [
             value for value in vars(module.parts.reference).values() if isinstance(value, nn.Module)
         ]
+    if isinstance(module, DPO) and module.reference is not None:
+        models.append(module.reference.model)
     for model in models:
         yield from model.buffers()
         for weight in model.parameters():

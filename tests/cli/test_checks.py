@@ -49,6 +49,10 @@ def by_gold(completions: list[str], gold: list[str]) -> list[float]:
     return [float(text == one) for text, one in zip(completions, gold, strict=True)]
 
 
+def by_others(rewards: dict[str, list[float]], gold: list[str]) -> list[float]:
+    return [len(one) * value for one, value in zip(gold, rewards["by_length"], strict=True)]
+
+
 class OwnRows(Source):
     """A source of a user's: a check must not make one, it may cost anything."""
 
@@ -105,6 +109,31 @@ def test_check_says_what_it_looked_at_and_writes_nothing(
     assert out[5] == "lengths  the longest prompt looked at 6 + max_new_tokens 3, of 256 tokens"
     assert out[6:] == ["found no mistake in what was looked at"]
     assert sorted(Path().rglob("*")) == before
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_rewards_of_rewards_are_no_columns_and_mistakes_in_them_are_found(
+    model_folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def checked(**options: Any) -> tuple[int, str]:
+        data = _questions(8, gold="1")
+        config = experiment("RLOO", {"policy": model_folder}, data, reward=REWARD)
+        rewards = config["model"]["init_args"]["rewards"]["init_args"]
+        rewards |= {"functions": [REWARD, f"{__name__}.by_others"], **options}
+        Path("run.yaml").write_text(yaml.safe_dump(config))
+        code, told = run(["check", "--config", "run.yaml"]), capsys.readouterr()
+        return code, told.out + told.err
+
+    code, text = checked()
+    assert (code, "rewards  read gold" in text) == (0, True), text
+    for options, message in (
+        ({"inputs": {"by_others": ["by_lenght"]}}, "no reward 'by_lenght'; did you mean"),
+        ({"inputs": {"by_others": ["by_others"]}}, "inputs go in a circle"),
+        ({"functions": [f"{__name__}.by_others"]}, "takes 'rewards', the values of the functions"),
+    ):
+        code, text = checked(**options)
+        assert (code, message in text) == (2, True), text
+        assert "Traceback" not in text
 
 
 @pytest.mark.usefixtures("no_weights")

@@ -81,6 +81,21 @@ def test_a_reward_model_counts_pairs(capsys: pytest.CaptureFixture[str]) -> None
     assert plan["one optimizer step/pairs"][0] == "192"  # 16 x 4 x 3
 
 
+def test_sft_counts_rows_and_dpo_pairs(capsys: pytest.CaptureFixture[str]) -> None:
+    shared = ["--trainer.devices=3", "--trainer.max_steps=7"]
+
+    plan = _planned(capsys, "--config", _copy("sft.yaml"), *shared)
+
+    assert plan["one optimizer step/rows per process"] == ["16", "data.batch_size"]
+    assert plan["one optimizer step/rows"] == ["48", "data.batch_size × processes"]
+    assert plan["the run/optimizer steps"][0] == "7"
+
+    plan = _planned(capsys, "--config", _copy("dpo.yaml"), *shared)
+
+    assert plan["one optimizer step/pairs"][0] == "48"  # 4 x 4 x 3
+    assert plan["one optimizer step/batches per process"][0] == "4"
+
+
 def test_a_module_is_planned_whatever_its_class_if_it_draws_groups(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -116,8 +116,18 @@ def test_phases_of_a_policy_need_what_was_predicted(
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's advice about a run this small
-def test_a_step_of_a_reward_model_needs_what_was_predicted(
-    model_folder: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [
+        ("RewardModel", {"model": {"source": "FOLDER"}}),
+        ("DPO", {"policy": "FOLDER"}),
+        ("DPO", {"policy": "FOLDER", "precompute_reference": True}),
+        ("DPO", {"policy": {"source": "FOLDER", "lora": {"r": 8}}, "logprob_chunk": 128}),
+    ],
+    ids=["reward model", "DPO", "DPO, reference beforehand", "DPO, adapters"],
+)
+def test_a_step_on_pairs_needs_what_was_predicted(
+    module: str, options: dict[str, Any], model_folder: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokens = PROMPT + NEW
     rows = [
@@ -131,8 +141,26 @@ def test_a_step_of_a_reward_model_needs_what_was_predicted(
     ]
     _write("pairs.jsonl", rows)
     data = {"train": "pairs.jsonl", "batch_size": 8, "max_tokens": tokens}
-    config = experiment("RewardModel", {"model": {"source": model_folder}}, data, **PROBED)
+    given = json.loads(json.dumps(options).replace("FOLDER", model_folder))
+    config = experiment(module, given, data, **PROBED)
     Path("config.yaml").write_text(json.dumps(config))
+
+    predicted, measured = _predicted(capsys), _measured()
+
+    assert max(predicted.values()) == pytest.approx(measured["step"], rel=TOLERANCE)
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice about a run this small
+@pytest.mark.parametrize("budget", ["auto", 4 * (PROMPT + NEW)])
+def test_a_step_on_texts_needs_what_was_predicted(
+    budget: str | int, model_folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens = PROMPT + NEW
+    rows = [{"text": f"{index:03d}".ljust(tokens - 1 - index % 3, "t")} for index in range(32)]
+    _write("texts.jsonl", rows)
+    data = {"train": "texts.jsonl", "batch_size": 16, "max_tokens": tokens}
+    given = {"policy": model_folder, "micro_batch_tokens": budget}
+    Path("config.yaml").write_text(json.dumps(experiment("SFT", given, data, **PROBED)))
 
     predicted, measured = _predicted(capsys), _measured()
 

@@ -81,7 +81,7 @@ def problem(places: MediaReader, turns: list[dict[str, Any]], columns: MediaRefs
         (
             [{"role": "user", "content": "<image> <image>"}],
             MediaRefs(("/1.png",)),
-            "the text has 2 <image> and 0 <video>, the row 1 image(s) and 0 video(s): /1.png",
+            "the text has 2 <image>, the row 1 image(s): /1.png",
         ),
         (
             [user(IMAGE, IMAGE)],
@@ -92,7 +92,7 @@ def problem(places: MediaReader, turns: list[dict[str, Any]], columns: MediaRefs
         (
             [user(IMAGE)],
             MediaRefs(("/1.png", "/2.png")),
-            "1 of the 2 images and videos of the columns have no part",
+            "1 of the 2 images, videos and audios of the columns have no part",
         ),
         (
             [{"role": "assistant", "content": "hi"}],
@@ -109,10 +109,29 @@ def test_counts_that_do_not_fit_are_told(
     assert detail in found.detail
 
 
-def test_sound_is_not_supported_yet(places: MediaReader) -> None:
-    turns = [user({"type": "input_audio", "input_audio": "/a.wav"}, words("what is said?"))]
-    assert problem(places, turns, NOTHING).reason == "audio"
-    assert problem(MediaReader(), turns, NOTHING).reason == "audio"
+def test_parts_of_audio_are_taken_out_in_every_way_that_they_are_written(
+    places: MediaReader,
+) -> None:
+    shown = {"data": "AAAA", "format": "mp3"}
+    parts = [
+        {"type": "audio", "audio": "/a.wav"},
+        {"type": "audio", "audio_url": "/b.wav"},
+        {"type": "audio_url", "audio_url": {"url": "/c.wav"}},
+        {"type": "input_audio", "input_audio": shown},
+        {"type": "audio"},
+    ]
+    columns = MediaRefs(audios=("/d.wav",))
+    (turn,), refs = places.of_messages([user(*parts, words("what?"))], columns, FOLDER)
+    heard = ("/a.wav", "/b.wav", "/c.wav", "data:audio/mp3;base64,AAAA", "/d.wav")
+    assert refs == MediaRefs(audios=heard)
+    assert turn["content"] == [*[{"type": "audio"}] * 5, words("what?")]
+
+
+def test_a_text_model_is_told_that_it_reads_no_audio() -> None:
+    turns = [user({"type": "audio", "audio": "/a.wav"}, words("what is said?"))]
+    found = problem(MediaReader(), turns, NOTHING)
+    assert found.reason == "media for a text model"
+    assert "a part of type 'audio'" in found.detail
 
 
 def test_to_a_text_model_media_columns_are_columns_like_any() -> None:

@@ -14,20 +14,24 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor
 
 from lrlhf.callbacks import EMA, HFExport, KLControl, RLCheckpoint, VLLMWeightSync
-from lrlhf.datamodules import PreferenceDataModule, PromptDataModule
+from lrlhf.datamodules import PreferenceDataModule, PromptDataModule, SupervisedDataModule
 from lrlhf.environments import Episodes, TextEnvironment
 from lrlhf.models import CausalLM, LoRA, ScoreModel, ValueModel
 from lrlhf.models.sharding import state_of
 from lrlhf.modules import (
+    DPO,
     PPO,
     RLOO,
+    SFT,
     Advantage,
     Critic,
     OptimizerConfig,
     Reference,
     RewardModel,
+    Teacher,
     Update,
 )
+from lrlhf.modules.pairs.pair_module import PairModule
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Sampling, SyncedEngine
 from lrlhf.rollout.episodes.episode_engine import EpisodeEngine
@@ -56,6 +60,24 @@ def adamw(lr: float) -> OptimizerConfig:
 def reward(folder: Path) -> RewardModel:
     L.seed_everything(3, verbose=False)
     return RewardModel(ScoreModel(source=str(folder)), optimizer=adamw(5e-3), center_coef=0.01)
+
+
+def sft(_folder: Path) -> SFT:
+    tokenizer = build_tokenizer()
+    model = build_language_model(tokenizer)
+    return SFT(model, tokenizer=tokenizer, optimizer=adamw(5e-3), micro_batch_tokens=40)
+
+
+def dpo(_folder: Path) -> DPO:
+    tokenizer = build_tokenizer()
+    model = build_language_model(tokenizer)
+    return DPO(model, tokenizer=tokenizer, optimizer=adamw(5e-3), sft_coef=0.1)
+
+
+def dpo_lora(folder: Path) -> DPO:
+    L.seed_everything(3, verbose=False)
+    spec = CausalLM(source=str(folder), lora=LoRA(r=2))
+    return DPO(spec, optimizer=adamw(5e-3), precompute_reference=True)
 
 
 def policy(kind: type[RLOO] | type[PPO], model: Any = None, **options: Any) -> Any:
@@ -155,14 +177,29 @@ def with_an_environment(_folder: Path) -> Any:
     )
 
 
+def with_a_teacher(folder: Path) -> Any:
+    return policy(
+        RLOO,
+        build_language_model(build_tokenizer(), seed=7),
+        rewards=None,
+        # chunks are computed again in the backward pass, when the teacher is split again
+        update=Update(micro_batch_tokens=40, logprob_chunk=4),
+        teacher=Teacher(model=str(folder), placement="loss"),
+    )
+
+
 MODULES: dict[str, Callable[[Path], L.LightningModule]] = {
     "reward": reward,
+    "sft": sft,
+    "dpo": dpo,
+    "dpo with lora and a precomputed reference": dpo_lora,
     "rloo": rloo,
     "ppo": ppo,
     "ppo with its own critic": lambda folder: ppo(folder, own_critic=True),
     "rloo with lora": lora,
     "rloo through an engine": through_an_engine,
     "rloo with an environment": with_an_environment,
+    "rloo with a teacher": with_a_teacher,
     "rloo compiled": lambda folder: from_folder(folder, 5e-3, compile=True),
 }
 
@@ -202,12 +239,19 @@ def _whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def data_of(module: L.LightningModule, folder: Path, ranks: int) -> L.LightningDataModule:
     """Write the rows beside the run; each step takes the same ones on any number of ranks."""
     words = [first + second for first in "abcdefgh" for second in "ijkl"]
-    if isinstance(module, RewardModel):
+    if isinstance(module, PairModule):
         rows: list[dict[str, Any]] = [
             {"prompt": "say", "chosen": f"{word} {word}", "rejected": word * (1 + index % 3)}
             for index, word in enumerate(words)
         ]
         build: Any = PreferenceDataModule
+    elif isinstance(module, SFT):
+        # the ranks have different numbers of tokens
+        rows = [
+            {"prompt": "say", "completion": word * (1 + index % 5)}
+            for index, word in enumerate(words)
+        ]
+        build = SupervisedDataModule
     else:
         rows = [{"prompt": f"say {word}"} for word in words]
         if isinstance(module.engine, EpisodeEngine):
@@ -237,7 +281,7 @@ def train(
     """Train, average, control the KL, save and export; returns what each rank ended with.
 
     Args:
-        module: RewardModel, RLOO or PPO.
+        module: One of `MODULES`.
         folder: For everything that is written.
         strategy: One of `STRATEGIES`, of several processes; None: one process.
         start_method: ``popen``: as a program's main module.

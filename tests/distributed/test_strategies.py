@@ -65,6 +65,11 @@ SPLIT = ("fsdp2", "deepspeed_zero3")
 # every module and every strategy, the rarer modules where a strategy splits weights
 SHORT = {
     ("ddp", "rloo"),
+    ("ddp", "sft"),
+    ("ddp", "dpo"),
+    ("fsdp2", "sft"),
+    ("fsdp2", "dpo"),
+    ("fsdp2", "dpo with lora and a precomputed reference"),
     ("fsdp2", "ppo with its own critic"),
     ("fsdp2", "rloo through an engine"),
     ("fsdp2", "rloo with an environment"),
@@ -72,6 +77,12 @@ SHORT = {
     ("deepspeed_zero2", "ppo"),
     ("deepspeed_zero3", "rloo with lora"),
 }
+WHOLE_IN_NONE = (
+    "rloo with lora",
+    "rloo through an engine",
+    "rloo with an environment",
+    "dpo with lora and a precomputed reference",
+)
 CASES = [
     pytest.param(
         strategy,
@@ -85,8 +96,7 @@ CASES = [
     for name in MODULES
     for strategy in STRATEGIES
     # these are about weights that no rank has whole
-    if strategy in SPLIT
-    or name not in ("rloo with lora", "rloo through an engine", "rloo with an environment")
+    if strategy in SPLIT or name not in WHOLE_IN_NONE
     # and this is about how a strategy wraps or hooks what is compiled
     if name != "rloo compiled" or strategy not in ("deepspeed_zero1", "deepspeed_zero3")
 ]

@@ -16,7 +16,9 @@ from lrlhf.functional import (
 
 NAN = float("nan")
 # the others share one of these
-EVERY = pytest.mark.parametrize("name", sorted({*ESTIMATORS} - {"dapo", "gspo", "cispo", "ppo"}))
+EVERY = pytest.mark.parametrize(
+    "name", sorted({*ESTIMATORS} - {"dapo", "gspo", "gmpo", "cispo", "ppo"})
+)
 
 # Two prompts with two responses each. Rows: prompt token, then up to three response tokens.
 INPUTS = EstimatorInputs(
@@ -27,7 +29,13 @@ INPUTS = EstimatorInputs(
     kl_coef=0.1,
     baseline_mask=torch.ones(4, dtype=torch.bool),
     values=torch.tensor([[9, 1, 2, 0], [9, 0.4, 9, 9], [9, 1, 1, 1], [9, 4, 5, 9]]),
-    rows={"greedy": torch.tensor([2.0, 2.0, 4.0, 4.0])},
+    rows={
+        "greedy": torch.tensor([2.0, 2.0, 4.0, 4.0]),
+        "reward/right": torch.tensor([20.0, 0.0, 10.0, 30.0]),
+        "weight/right": torch.ones(4),
+        "reward/short": torch.tensor([1.0, 1.0, 90.0, 70.0]),
+        "weight/short": torch.full((4,), 0.5),
+    },
 )
 
 HALF = 2**-0.5
@@ -60,6 +68,13 @@ WITHOUT_KL = {
     "rloo_openrlhf": [[0, 2, 2, 2], [0, -2, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
     # ±1 over the deviation √2 + 1e-4
     "grpo": [[0, HALF, HALF, HALF], [0, -HALF, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
+    # z-scores ±HALF of both rewards, in the second group against each other, the second halved
+    "gdpo": [
+        [0, HALF, HALF, HALF],
+        [0, -HALF, 0, 0],
+        [0, -HALF / 2, -HALF / 2, -HALF / 2],
+        [0, HALF / 2, HALF / 2, 0],
+    ],
     "group_norm": [[0, HALF, HALF, HALF], [0, -HALF, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
     # responses of one turn
     "rloo_turn": [[0, 2, 2, 2], [0, -2, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
@@ -105,8 +120,8 @@ def rows_of(inputs: EstimatorInputs, rows: list[int], **changes: Any) -> Estimat
         name: getattr(inputs, name)[rows]
         for name in ("scores", "kl", "response_mask", "baseline_mask", "values")
     }
-    greedy = {"greedy": inputs.rows["greedy"][rows]}
-    return inputs._replace(**taken, rows=greedy, num_generations=len(rows))._replace(**changes)
+    columns = {name: column[rows] for name, column in inputs.rows.items()}
+    return inputs._replace(**taken, rows=columns, num_generations=len(rows))._replace(**changes)
 
 
 @EVERY
@@ -157,8 +172,11 @@ def test_what_is_said_of_an_estimator_is_true(name: str) -> None:
 
 def test_every_algorithm_is_that_of_its_paper() -> None:
     in_loss = {name for name, one in ALGORITHMS.items() if one.kl_in == "loss"}
-    assert in_loss == {"grpo", "dr_grpo", "dapo", "gspo", "cispo", "cpgd", "mt_grpo"}
-    assert {name for name, one in ALGORITHMS.items() if one.kl_coef == 0} == {"dapo", "cispo"}
+    assert in_loss == {
+        *("grpo", "dr_grpo", "dapo", "gspo", "gmpo", "cispo", "cpgd", "mt_grpo", "gdpo")
+    }
+    unpenalized = {name for name, one in ALGORITHMS.items() if one.kl_coef == 0}
+    assert unpenalized == {"dapo", "gmpo", "cispo"}
     whitened = {name for name, one in ALGORITHMS.items() if one.estimator.normalize == "token"}
     assert whitened == {"ppo", "reinforce_baseline", "reinforce_plus_plus"}
     assert {name: (one.loss.name, one.loss.aggregate) for name, one in ALGORITHMS.items()} == {
@@ -168,9 +186,11 @@ def test_every_algorithm_is_that_of_its_paper() -> None:
         "rloo_turn": ("token_clip", "sequence_sum"),  # on-policy the gradient of rloo
         "grpo": ("token_clip", "sequence_mean"),  # Shao et al. 2024, eq. 3
         "mt_grpo": ("token_clip", "sequence_mean"),  # GRPO's
+        "gdpo": ("token_clip", "sequence_mean"),  # GRPO's
         "dr_grpo": ("dr_grpo", "constant"),  # Liu et al. 2025, §3.1
         "dapo": ("dapo", "token_mean"),  # Yu et al. 2025, eq. 8
         "gspo": ("gspo", "sequence_mean"),  # Zheng et al. 2025, eq. 5
+        "gmpo": ("gmpo", "sequence_mean"),  # Zhao et al. 2025, eq. 4
         "cispo": ("cispo", "token_mean"),  # MiniMax 2025, eq. 4
         "cpgd": ("cpgd", "sequence_mean"),  # Liu et al. 2025, §4
         "reinforce": ("reinforce", "token_mean"),
@@ -184,6 +204,72 @@ def test_a_greedy_response_without_a_score_leaves_its_rows_without_an_advantage(
     inputs = INPUTS._replace(rows={"greedy": torch.tensor([NAN, NAN, 4.0, 4.0])})
     assert (estimate("remax", inputs)[:2] == 0).all()
     assert torch.equal(estimate("remax", inputs)[2:], estimate("remax", INPUTS)[2:])
+
+
+def with_rewards(
+    rewards: list[list[float]], weights: list[list[float]], size: int
+) -> EstimatorInputs:
+    """Responses of one token; a score is the sum of what is there."""
+    columns = {}
+    for number, (values, weight) in enumerate(zip(rewards, weights, strict=True)):
+        columns[f"reward/{number}"] = torch.tensor(values)
+        columns[f"weight/{number}"] = torch.tensor(weight)
+    total = torch.tensor(rewards).nansum(dim=0)
+    total[torch.tensor(rewards).isnan().all(dim=0)] = NAN
+    rows = len(total)
+    return EstimatorInputs(
+        scores=total,
+        kl=torch.zeros(rows, 1),
+        response_mask=torch.ones(rows, 1, dtype=torch.bool),
+        num_generations=size,
+        kl_coef=0.0,
+        baseline_mask=torch.ones(rows, dtype=torch.bool),
+        rows=columns,
+    )
+
+
+def test_gdpo_hears_a_small_reward_that_a_large_one_drowns() -> None:
+    # of a sum, the second reward would be a thousandth
+    inputs = with_rewards([[1000.0, 2000.0, 0.0, 1000.0], [1.0, 0.0, 0.0, 1.0]], [[1.0] * 4] * 2, 4)
+    # deviations √(2e6/3) and √(1/3)
+    large, small = (2 / 3) ** -0.5, 0.5 * 3**0.5
+    expected = [small, large - small, -large - small, small]
+    assert estimate("gdpo", inputs, eps=0.0)[:, 0].tolist() == pytest.approx(expected)
+
+
+def test_gdpo_counts_what_a_reward_says_of_a_response_and_no_more() -> None:
+    # the second reward has nothing to say of row 1, and of rows 4 to 7 only about row 6; the third
+    # belongs to the second prompt's label, and row 7 has no value at all
+    inputs = with_rewards(
+        [
+            [1.0, 3.0, 1.0, 3.0, 5.0, 5.0, 5.0, NAN],
+            [2.0, NAN, 4.0, 6.0, NAN, NAN, 9.0, NAN],
+            [NAN, NAN, NAN, NAN, 1.0, 2.0, 3.0, NAN],
+        ],
+        [[1.0] * 8, [-0.5] * 8, [NAN] * 4 + [2.0] * 4],
+        4,
+    )
+    # means 2, 4 and 2 of those with a value; deviations √(4/3), 2 and 1
+    first = 1 / (4 / 3) ** 0.5
+    expected = [-first + 0.5, first, -first, first - 0.5, -2.0, 0.0, 2.0, 0.0]
+    found = estimate("gdpo", inputs, eps=1e-9)[:, 0].tolist()
+    assert found == pytest.approx(expected)
+    order = [2, 0, 3, 1, 7, 5, 4, 6]
+    mixed = rows_in_order(inputs, order)
+    assert estimate("gdpo", mixed, eps=1e-9)[:, 0].tolist() == pytest.approx(
+        [expected[row] for row in order]
+    )
+
+
+def rows_in_order(inputs: EstimatorInputs, order: list[int]) -> EstimatorInputs:
+    columns = {name: column[order] for name, column in inputs.rows.items()}
+    return inputs._replace(scores=inputs.scores[order], rows=columns)
+
+
+@pytest.mark.parametrize("rows", [{}, {"reward/a": torch.ones(4)}, {"greedy": torch.ones(4)}])
+def test_gdpo_needs_the_weights_of_the_rewards(rows: dict[str, torch.Tensor]) -> None:
+    with pytest.raises(ValueError, match=r"does not tell the rewards or their weights.*grpo"):
+        estimate("gdpo", INPUTS._replace(rows=rows))
 
 
 @pytest.mark.parametrize("name", ["reinforce", "reinforce_plus_plus", "rloo_openrlhf"])

@@ -13,6 +13,7 @@ from lrlhf.functional import (
     clip_fractions,
     clipped_policy_loss,
     cpgd_policy_loss,
+    geometric_mean_policy_loss,
     high_entropy_mask,
     importance_weighted_policy_loss,
     policy_metrics,
@@ -144,6 +145,64 @@ def test_the_sequence_loss_has_one_ratio_per_response(length_normalized: bool) -
     # a response without tokens has ratio 1, and no gradient
     assert loss(2, ~ALL4).tolist() == [-2]
     assert gradient(loss(2, ~ALL4), logprobs) == [0, 0, 0, 0]
+
+
+def test_the_geometric_mean_clips_each_token() -> None:
+    logprobs, old = with_ratios(3, 0.25, 7, 1.5)
+    mask = torch.tensor([[True, True, False, True]])
+
+    def loss(advantage: float, mask: Tensor = mask) -> Tensor:
+        return geometric_mean_policy_loss(
+            logprobs, old, row(advantage)[0], mask, clip_low=0.5, clip_high=1.0
+        )
+
+    # a good response: ratios of at most 2, (2 · ¼ · 3/2)^⅓; the first token has no gradient
+    good = (2 * 0.25 * 1.5) ** (1 / 3)
+    assert loss(2).tolist() == pytest.approx([-2 * good])
+    assert gradient(loss(2), logprobs) == pytest.approx([0, -2 * good / 3, 0, -2 * good / 3])
+    # a bad one: of at least ½, (3 · ½ · 3/2)^⅓; the second token has none
+    bad = (3 * 0.5 * 1.5) ** (1 / 3)
+    assert loss(-1).tolist() == pytest.approx([bad])
+    assert gradient(loss(-1), logprobs) == pytest.approx([bad / 3, 0, 0, bad / 3])
+    # a response without tokens has ratio 1, and one without an advantage teaches nothing
+    assert loss(2, ~ALL4).tolist() == [-2]
+    assert gradient(loss(2, ~ALL4), logprobs) == gradient(loss(0), logprobs) == [0, 0, 0, 0]
+
+
+def test_the_geometric_mean_of_unclipped_ratios_is_that_of_gspo() -> None:
+    logprobs, old = with_ratios(1.5, 0.8, 7, 1.5)
+    mask = torch.tensor([[True, True, False, True]])
+    # (1.5 · 0.8 · 1.5)^⅓
+    wide = geometric_mean_policy_loss(logprobs, old, row(-2)[0], mask, clip_low=1.0, clip_high=99.0)
+    assert wide.tolist() == pytest.approx([2 * 1.8 ** (1 / 3)])
+
+
+@pytest.mark.parametrize("outside", [NAN, math.inf, -math.inf])
+def test_the_geometric_mean_reads_nothing_outside_the_mask(outside: float) -> None:
+    mask = torch.tensor([[False, True, True, False]])
+    logprobs, old = with_ratios(1, 1.1, 0.9, 1)
+    dirty = torch.where(mask, logprobs.detach(), outside).requires_grad_()
+    advantages = row(2)[0].requires_grad_()
+    loss = geometric_mean_policy_loss(dirty, torch.where(mask, old, outside), advantages, mask)
+    assert loss.tolist() == pytest.approx([-2 * 0.99**0.5])
+    assert gradient(loss, dirty) == pytest.approx([0, -(0.99**0.5), -(0.99**0.5), 0])
+
+
+@pytest.mark.parametrize("gap", [300.0, -300.0])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_wild_token_leaves_the_geometric_mean_finite(gap: float, advantage: float) -> None:
+    logprobs = torch.tensor([[gap]], requires_grad=True)
+    given = torch.tensor([advantage])
+    loss = geometric_mean_policy_loss(logprobs, torch.zeros(1, 1), given, ALL4[:, :1])
+    assert loss.isfinite().all()
+    assert math.isfinite(gradient(loss, logprobs)[0])
+
+
+@pytest.mark.parametrize("options", [{"clip_low": -0.1}, {"clip_low": 1.1}, {"clip_high": -0.1}])
+def test_impossible_bounds_of_the_geometric_mean_are_refused(options: dict[str, float]) -> None:
+    logprobs, old = with_ratios(1, 1, 1, 1)
+    with pytest.raises(ValueError, match=next(iter(options))):
+        geometric_mean_policy_loss(logprobs, old, row(1)[0], ALL4, **options)
 
 
 @EVERY_TOKEN_LOSS

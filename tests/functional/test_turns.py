@@ -247,8 +247,9 @@ def test_with_one_turn_the_advantages_are_those_of_whole_responses(
 
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
 def test_only_who_says_so_reads_the_rewards_of_turns(name: str) -> None:
-    greedy = {"greedy": torch.zeros(6).double()}
-    inputs = inputs_of(ROWS, SCORES)._replace(rows=greedy)
+    columns = {"greedy": torch.zeros(6).double(), "weight/all": torch.ones(6).double()}
+    inputs = inputs_of(ROWS, SCORES)
+    inputs = inputs._replace(rows={**columns, "reward/all": inputs.scores})
     estimator = ESTIMATORS[name]
     without = estimator.function(inputs._replace(turn_rewards=None))
     assert estimator.uses_turn_rewards != torch.equal(estimator.function(inputs), without)

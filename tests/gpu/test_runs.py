@@ -15,8 +15,16 @@ from lrlhf import Trainer
 from lrlhf.callbacks import RLCheckpoint
 from lrlhf.datamodules import PromptDataModule
 from lrlhf.models import TokenBudget
-from lrlhf.modules import PPO, RLOO, Critic, OptimizerConfig, RewardModel, Update
-from lrlhf.rewards import LearnedReward, Rewards
+from lrlhf.modules import (
+    PPO,
+    RLOO,
+    Critic,
+    OptimizerConfig,
+    ProcessRewardModel,
+    RewardModel,
+    Update,
+)
+from lrlhf.rewards import LearnedReward, ProcessReward, Rewards
 from tests.modules.conftest import (  # noqa: F401  fixtures
     build,
     collate,
@@ -150,7 +158,7 @@ def test_a_policy_that_sees_trains_as_on_a_cpu(family, ask, accelerator) -> None
     assert_same(here.after, {name: w.cpu() for name, w in there.after.items()}, **CLOSE)
 
 
-@pytest.mark.gpu_lines("lrlhf.rewards.learned")
+@pytest.mark.gpu_lines("lrlhf.rewards.learned_rows")
 def test_a_learned_reward_scores_as_on_a_cpu(reward_model, tmp_path, device) -> None:  # noqa: F811
     folder = tmp_path / "reward"
     reward_model().save_pretrained(folder)
@@ -162,6 +170,16 @@ def test_a_learned_reward_scores_as_on_a_cpu(reward_model, tmp_path, device) -> 
         scores.append(Rewards([reward]).score(*rows).scores.tolist())
     for other in scores[1:]:
         assert other == pytest.approx(scores[0], abs=1e-4)
+
+
+def test_a_process_reward_scores_as_on_a_cpu(model_folder, tmp_path, device) -> None:
+    folder = tmp_path / "steps"
+    ProcessRewardModel(model_folder, seed=0).save_pretrained(folder)
+    rows = (["say"] * 2, [["a", "bc"], ["some longer text"]])
+    expected = ProcessReward(str(folder), device="cpu", dtype="float32").judge(*rows)
+    found = ProcessReward(str(folder), device=str(device), dtype="float32").judge(*rows)
+    for own, other in zip(found, expected, strict=True):
+        assert own == pytest.approx(other, abs=1e-4)
 
 
 @pytest.mark.gpu_lines("lrlhf.trainer.default_precision")

@@ -24,7 +24,7 @@ from lrlhf.models import (
     sequence_logprobs,
 )
 from lrlhf.models.output_head import check_output_head
-from lrlhf.models.value_network import _check_causal
+from lrlhf.models.value_network import check_causal
 from lrlhf.rollout.engines.generation_batches import trial_prompts
 from lrlhf.types import SequenceBatch
 from tests.models.families import _SIZES, llama, right_padded, seeded
@@ -109,7 +109,7 @@ def test_trials_put_their_tokens_where_the_model_computes_not_where_its_weights_
         torch.zeros(1, device=model.device)
     assert allow_packing(model)
     check_output_head(model)
-    _check_causal(model)
+    check_causal(model, "it would know the future")
     assert trial_prompts(model).input_ids.device.type == "cpu"
     monkeypatch.setattr(torch.nn.ModuleDict, "to", lambda heads, _: heads)  # heads are new weights
     body = seeded(llama).base_model

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import (
     AutoModelForSequenceClassification,
@@ -80,6 +81,11 @@ def test_one_linear_head_on_the_last_token_is_a_plain_sequence_classifier(
         input_ids=batch.input_ids, attention_mask=batch.attention_mask.long()
     ).logits.detach()
     assert_close(logits, net(batch).detach(), rtol=1e-4, atol=1e-4)
+    # the index leaves out the head's own file, which engines would take for weights as well
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert index.keys() == load_file(tmp_path / "model.safetensors").keys()
+    assert {*index.values()} == {"model.safetensors"}
+    assert len([*tmp_path.glob("*.safetensors")]) == 2
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,8 @@ def fit(
 
 
 def weights(module: Any) -> dict[str, Tensor]:
-    return {name: weight.detach().clone() for name, weight in module.policy.named_parameters()}
+    (model,) = module.trainable_models().values()
+    return {name: weight.detach().clone() for name, weight in model.named_parameters()}
 
 
 def gradients(

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor
@@ -12,8 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.datamodules import PreferenceDataModule
 from lrlhf.functional.preference import PreferenceLoss
-from lrlhf.models import CausalLM, LoRA
+from lrlhf.models import CausalLM, LoRA, ReferencePolicy
 from lrlhf.modules import DPO, Guard, OptimizerConfig
+from lrlhf.types import SequenceBatch
 from tests.conftest import build_language_model
 from tests.modules.language_runs import SGD, fit, gradients, loader, pairs, weights
 from tests.modules.reward_runs import trainer
@@ -194,6 +196,73 @@ def test_evaluation_without_a_fit(build: Build, tmp_path: Path) -> None:
     assert found["eval/score_ties"] == 1.0
 
 
+# ---- a reference that is asked beforehand
+
+ROWS = [
+    {"prompt": f"say {word}", "chosen": word * (1 + place % 3), "rejected": "z" * (1 + place % 4)}
+    for place, word in enumerate("abcdefgh")
+]
+
+
+def trained(
+    module: DPO, folder: Path, rows: list[dict[str, str]] = ROWS, **data: Any
+) -> dict[str, Tensor]:
+    """Its weights after two epochs of shuffled rows and an evaluation."""
+    options: dict[str, Any] = {"batch_size": 3, "val_batch_size": 2, "val_size": 2} | data
+    run = trainer(folder, max_epochs=2)
+    run.fit(module, PreferenceDataModule(rows, **options))
+    return weights(module)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_what_the_reference_said_beforehand_trains_alike(
+    build: Build, model_folder: str, tmp_path: Path, lora: bool
+) -> None:
+    def module(**options: Any) -> DPO:
+        L.seed_everything(1, verbose=False)
+        spec = CausalLM(source=model_folder, lora=LoRA(r=2)) if lora else None
+        return build(spec, optimizer=OptimizerConfig(lr=1e-2, eps=1e-3), **options)
+
+    expected = trained(module(), tmp_path)
+    before = module(precompute_reference=True)
+    found = trained(before, tmp_path)
+    assert before.reference is None
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6)
+    assert any(bool((found[name] != weight).any()) for name, weight in weights(module()).items())
+
+
+def test_in_batches_of_the_same_rows_they_are_the_same_bits(build: Build, tmp_path: Path) -> None:
+    same = {"shuffle": False, "batch_size": len(ROWS), "val_size": 0}
+    adamw = OptimizerConfig(lr=1e-2)
+    expected = trained(build(optimizer=adamw), tmp_path, **same)
+    found = trained(build(optimizer=adamw, precompute_reference=True), tmp_path, **same)
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+def test_the_reference_is_asked_about_each_row_once(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def logprobs(_self: ReferencePolicy, batch: SequenceBatch, **_: Any) -> Tensor:
+        asked.append(len(batch))
+        return torch.zeros(batch.input_ids.shape, dtype=torch.float64)
+
+    monkeypatch.setattr(ReferencePolicy, "logprobs", logprobs)
+    trained(build(precompute_reference=True), tmp_path)
+    assert sum(asked) == 2 * len(ROWS)
+
+
+def test_rows_that_were_not_there_before_training(build: Build, tmp_path: Path) -> None:
+    module = build(precompute_reference=True)
+    trained(module, tmp_path)
+    with pytest.raises(ValueError, match="this is another: leave precompute_reference out"):
+        module.score_pairs(pairs(PAIRS))
+    with pytest.raises(ValueError, match="train with a PreferenceDataModule"):
+        fit(build(precompute_reference=True), [pairs(PAIRS)], tmp_path)
+
+
 # ---- what is refused
 
 
@@ -206,7 +275,8 @@ def test_evaluation_without_a_fit(build: Build, tmp_path: Path) -> None:
         ({"sft_coef": -1.0}, "sft_coef is -1.0; it must be 0 or more"),
         ({"label_smoothing": 0.5}, "label_smoothing is 0.5, expected 0 or more and below 0.5"),
         ({"logprob_chunk": 0}, "logprob_chunk is 0; it must be 1 or more"),
-        ({"loss": "simpo", "reference": "x"}, "loss simpo has no reference"),
+        ({"loss": "simpo", "reference": "x"}, "has no reference: leave reference out"),
+        ({"loss": "simpo", "precompute_reference": True}, "leave precompute_reference out"),
         ({"guard": Guard(max_kl=1.0)}, "guard.max_kl is about a policy's responses; DPO has none"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

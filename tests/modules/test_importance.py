@@ -393,7 +393,7 @@ def test_the_weights_reach_the_policy_term_and_no_other() -> None:
     assert not torch.equal(bare.policy, terms.policy)
 
 
-@pytest.mark.parametrize("loss", ["sequence_clip", "gspo"])
+@pytest.mark.parametrize("loss", ["sequence_clip", "gspo", "gmpo"])
 def test_weights_per_token_weigh_the_tokens_of_a_loss_per_response(loss: str) -> None:
     experience = random_experience()
     mask = experience.response_mask
@@ -404,8 +404,8 @@ def test_weights_per_token_weigh_the_tokens_of_a_loss_per_response(loss: str) ->
     totals = Denominators(*denominators(weighted))
     terms = loss_of(new, weighted, POLICY_LOSSES[loss], totals, entropy_coef=0.0)
     (gradient,) = torch.autograd.grad(terms.loss, new)
-    # at the ratio 1: -w A of each token, over 8 responses, and for gspo over their tokens
-    lengths = mask.sum(dim=1, keepdim=True) if loss == "gspo" else 1
+    # at the ratio 1: -w A of each token, over 8 responses, and for the others over their tokens
+    lengths = 1 if loss == "sequence_clip" else mask.sum(dim=1, keepdim=True)
     expected = torch.where(mask, -given * weighted.advantages / lengths / 8, 0.0)
     torch.testing.assert_close(gradient, expected)
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from lrlhf.functional import POLICY_LOSSES, Algorithm, PolicyLoss
+from lrlhf.modules.metrics.metric_sums import MetricSums
+from lrlhf.modules.metrics.rollout_metrics import measure_update
 from lrlhf.modules.policy.experience import as_experience, compute_advantages
 from lrlhf.modules.policy.objective import (
     Denominators,
@@ -220,6 +222,21 @@ def test_kl_and_entropy_keep_their_proportion_to_the_policy_term(
         (gradient(0.0, 0.2) - policy, 0.2 * math.exp(-0.7)),
     ):
         torch.testing.assert_close(change, expected * policy, rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize(("name", "clipped"), [("gmpo", 1 / 2), ("gspo", 1.0)])
+def test_clip_fractions_are_of_what_the_loss_clips(name: str, clipped: float) -> None:
+    rollout = rollout_of(torch.ones(1, 2, dtype=torch.bool), torch.zeros(1).bool(), 1)
+    old = torch.full(rollout.response_mask.shape, -2.0) * rollout.response_mask
+    experience = as_experience(rollout, scores=torch.zeros(1), old_logprobs=old, ref_logprobs=None)
+    experience = replace(experience, advantages=torch.ones_like(old))
+    # of two tokens one has moved: by more than any range, as has their mean of 0.75
+    moved = torch.tensor([[0.0, 1.5, 0.0]])
+    metrics = MetricSums()
+    measure_update(old + moved, None, experience, metrics, loss=POLICY_LOSSES[name])
+    found = metrics.reduce(one_process(), torch.device("cpu"))
+    assert found["policy/clip_fraction"] == found["policy/clip_fraction_high"] == clipped
+    assert found["policy/ratio_max"] == pytest.approx(math.exp(1.5 if name == "gmpo" else 0.75))
 
 
 def test_means_per_token_are_summed_where_the_policy_term_is() -> None:

@@ -98,3 +98,17 @@ def test_stored_rollouts_are_not_weighed_and_show_no_mismatch(build, train, stor
         ends.append(again.after)
     assert_same(ends[0], ends[1])
     assert_same(ends[0], ends[2])
+
+
+def test_hot_starts_are_made_up_for_in_a_replay_too(ppo, train, stored) -> None:
+    hot = {"sampling": Sampling(max_new_tokens=6, first_temperature=3.0, first_top_k=8)}
+    run, data = stored(ppo(**hot))
+    again = train(ppo(engine=NoEngine(exact=True), **hot), data=data)
+    sampled, replayed = run.experience, again.experience
+    # the ratio starts from the policy, not from what the first token was drawn from
+    torch.testing.assert_close(replayed.old_logprobs, sampled.engine_logprobs)
+    assert not torch.allclose(sampled.engine_logprobs, sampled.sampling_logprobs, atol=0.1)
+    torch.testing.assert_close(replayed.advantages, sampled.advantages, rtol=1e-3, atol=1e-4)
+    assert_same(run.after, again.after, rtol=1e-3, atol=1e-5)
+    with pytest.raises(ValueError, match="set first_temperature as it was"):
+        train(ppo(), data=data)

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from lrlhf.functional import ALGORITHMS
-from lrlhf.models import CausalLM, LoRA
+from lrlhf.models import CausalLM, LoRA, sequence_logprobs
 from lrlhf.modules import Guard, Reference, Update
 from lrlhf.modules.policy import scorer
 from lrlhf.rewards import IsolatedReward, Rewards
@@ -123,6 +124,29 @@ def test_the_reference_of_a_policy_that_starts_from_adapters_has_them_too(
     first, second = run.watcher.experiences
     torch.testing.assert_close(first.ref_logprobs, first.old_logprobs, rtol=0, atol=0)
     assert not torch.equal(second.ref_logprobs, second.old_logprobs)
+
+
+def test_stored_adapters_are_trained_further_beside_what_they_were(
+    build, train, model_folder: str, tokenizer, tmp_path: Path
+) -> None:
+    trained = peft.get_peft_model(
+        build_language_model(tokenizer),
+        peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+    )
+    for name, weight in trained.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.5)
+    trained.save_pretrained(tmp_path / "adapters")
+    policy = CausalLM(source=model_folder, lora=LoRA(source=str(tmp_path / "adapters")))
+    options = {"engine": SkewedEngine(spread=0.01), "update": Update(num_iterations=2)}
+    run = train(build(policy, optimizer=sgd(1.0), **options), steps=2)
+    first, second = run.watcher.experiences
+    expected = sequence_logprobs(trained.eval(), first).detach()
+    torch.testing.assert_close(first.ref_logprobs, expected)
+    torch.testing.assert_close(first.old_logprobs, expected)
+    later = sequence_logprobs(trained, second).detach()
+    torch.testing.assert_close(second.ref_logprobs, later)
+    assert not torch.allclose(second.old_logprobs, later)
 
 
 @pytest.mark.parametrize(("lora", "budget"), [(None, 60), (LoRA(r=4, alpha=8), None)])

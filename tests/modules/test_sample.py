@@ -100,10 +100,10 @@ def test_a_reward_that_breaks_counts_nothing_towards_the_end_of_the_run(
     for _ in range(4):
         assert module.sample("say a", scored=True).score is None
     assert "of the user's own reward" in caplog.text
-    assert not rewards._failures
-    rewards._failures["letters"] = 0.5
+    assert not rewards._failures.counts
+    rewards._failures.counts["letters"] = 0.5
     module.sample("say a", scored=True)
-    assert rewards._failures == {"letters": 0.5}  # nor towards its forgiveness
+    assert rewards._failures.counts == {"letters": 0.5}  # nor towards its forgiveness
 
 
 def test_a_run_is_the_same_whether_or_not_it_is_asked(

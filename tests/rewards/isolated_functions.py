@@ -15,6 +15,10 @@ def lengths(completions: Sequence[str]) -> list[float]:
     return [float(len(text)) for text in completions]
 
 
+def doubled_values(rewards: dict[str, list[float]]) -> list[float]:
+    return [2 * value for value in rewards["numbers"]]
+
+
 def about(
     completions: Sequence[str], answer: Sequence[Any], log_metric: Any, log_extra: Any
 ) -> Any:

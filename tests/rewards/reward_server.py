@@ -29,7 +29,9 @@ class Server(ThreadingHTTPServer):
         self.under_way = self.most_under_way = 0
         self.version = "v1"
         self.models: list[str] | None = None
-        """Of an endpoint for chats."""
+        """Of an endpoint of OpenAI's kind."""
+        self.card: dict[str, Any] = {}
+        """What such an endpoint tells of each model beside its name."""
         self.lock = threading.Lock()
         self.stopped = threading.Event()
 
@@ -49,7 +51,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/health":
             self.reply({"status": "ok"})
         elif self.path == "/v1/models" and self.server.models is not None:
-            self.reply({"data": [{"id": name} for name in self.server.models]})
+            self.reply({"data": [{"id": name, **self.server.card} for name in self.server.models]})
         elif self.path == "/version":
             self.reply({"model": "fake", "version": self.server.version})
         else:

@@ -10,6 +10,10 @@ def twos(completions: Sequence[str]) -> list[float]:
     return [2.0] * len(completions)
 
 
+def doubled(rewards: dict[str, list[float]]) -> list[float]:
+    return [2 * value for value in rewards["two"]]
+
+
 async def threes(completions: Sequence[str]) -> list[float]:
     return [3.0] * len(completions)
 
@@ -47,12 +51,17 @@ def test_a_yaml_names_functions_classes_and_built_in_rewards() -> None:
 def test_every_option_can_be_given_in_a_yaml() -> None:
     rewards = from_yaml(
         """
-        functions: {two: tests.rewards.test_config.twos}
+        functions:
+          two: tests.rewards.test_config.twos
+          four: tests.rewards.test_config.doubled
+          three: tests.rewards.test_config.threes
+        inputs: {four: [two]}
+        optional: [three]
         timeout: null
         max_unscorable_fraction: 0
         max_failures: null
-        recipe: {math: {two: 3.0}}
+        recipe: {math: {two: 0.0, four: 3.0}, chat: {three: 1.0}}
         label_column: kind
         """
     )
-    assert rewards.score(["p"], ["c"], [[1]], [{"kind": "math"}]).scores.tolist() == [6.0]
+    assert rewards.score(["p"], ["c"], [[1]], [{"kind": "math"}]).scores.tolist() == [12.0]

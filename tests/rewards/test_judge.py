@@ -15,7 +15,13 @@ import pytest
 from PIL import Image
 
 from lrlhf.rewards import JudgeReward, RewardError, RewardResult, Rewards
-from lrlhf.rewards.judge.verdicts import read_choice, read_ranking, read_rating, verdict_of
+from lrlhf.rewards.judge.verdicts import (
+    choice_of,
+    choice_scores,
+    read_ranking,
+    read_rating,
+    verdict_of,
+)
 from lrlhf.rewards.remote import service_client
 from tests.rewards.reward_server import Behaviour, Handler, Server, says, serving
 
@@ -194,7 +200,7 @@ def test_equal_prompts_with_other_images_or_columns_are_other_groups(server: Ser
     ]
     images = [[pictures[0]], [pictures[1]], [pictures[0]], [pictures[1]]]
     completions = ["x", "xxx", "xx", "xxxx"]
-    reward = judge(server, mode="pairwise")
+    reward = judge(server, mode="pairwise", max_concurrency=1)  # asks in their order
     assert values(score(reward, completions, images=images)) == [0.0, 0.0, 1.0, 1.0]
     picture, text = server.requests[0]["messages"][-1]["content"]
     assert text["type"] == "text"
@@ -284,6 +290,9 @@ def test_a_clear_verdict_is_read(text: str) -> None:
 
 
 def test_choices_and_rankings_are_read_strictly() -> None:
+    def read_choice(text: str) -> tuple[float, ...] | None:
+        return choice_scores(choice_of(f"Verdict: {text}"))
+
     assert read_choice("A") == (1.0, 0.0)
     assert read_choice("b") == (0.0, 1.0)
     assert read_choice("Tie") == (0.5, 0.5)
@@ -294,6 +303,21 @@ def test_choices_and_rankings_are_read_strictly() -> None:
     assert read_ranking("a=b", 2) == (0.5, 0.5)
     wrong = ("A > B", "A > B > B", "A > B > D", "A, B, C", "A > B >", "A > B > C > D", "", "ABC")
     assert [read_ranking(text, 3) for text in wrong] == [None] * len(wrong)
+
+
+def test_a_judge_may_answer_in_tags_and_is_then_asked_to(server: Server) -> None:
+    @saying
+    def the_longer(shown: list[str]) -> str:
+        number = 1 + (len(shown[1]) > len(shown[0]))
+        return f"</think><answer>Response {number} is better</answer>"
+
+    server.always = the_longer
+    assert values(score(judge(server, mode="pairwise", form="answer"), ["x", "xx"])) == [0.0, 1.0]
+    assert "<answer>Response 2 is better</answer>" in server.requests[0]["messages"][1]["content"]
+    result = score(judge(server, mode="pairwise"), ["x", "xx"])  # not what it says
+    assert metric(result, "malformed_fraction") == 1.0
+    with pytest.raises(ValueError, match="form answer is for mode: pairwise"):
+        judge(server, form="answer")
 
 
 def test_a_comparison_needs_a_verdict_in_both_orders(server: Server) -> None:

@@ -113,6 +113,9 @@ def test_a_group_differs_if_two_scorable_scores_do() -> None:
     flat = torch.tensor([score for group in SCORES for score in group])
     assert groups_differ(flat, 2).tolist() == [False, True, False, True, True, False]
     assert groups_differ(torch.tensor([NAN, NAN, 1.0, NAN, 1.0, 2.0]), 3).tolist() == [False, True]
+    several = torch.tensor([[1.0, NAN], [1.0, 3.0], [2.0, 5.0], [2.0, 6.0], [7.0, 0.0], [8.0, 0.0]])
+    assert groups_differ(several, 2).tolist() == [False, True, True]
+    assert groups_differ(several[:0], 2).tolist() == groups_differ(flat[:0], 2).tolist() == []
 
 
 def test_metrics_of_rounds_are_weighted_by_their_responses() -> None:

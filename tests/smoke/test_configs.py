@@ -22,11 +22,17 @@ ALL = sorted(
     if path != SERVICE and path.parent != CLUSTERS
 )
 # tests/vllm runs those that start vLLM
-CONFIGS = [path for path in ALL if "vllm" not in path.name and "_vl" not in path.name]
+CONFIGS = [
+    path
+    for path in ALL
+    if "vllm" not in path.name and "_vl" not in path.name and "_audio" not in path.name
+]
 # tests/distributed runs those of several processes
 STRATEGIES = [path for path in ALL if path.parent.name == "strategy"]
 # each with an overlay of the same name in configs/cpu
 VISION = [path for path in ALL if path.name.endswith("_vl.yaml") and path.parent.name == "configs"]
+AUDIO = ROOT / "configs" / "reward_audio.yaml"
+MEDIA = [*VISION, AUDIO]
 BASE = ROOT / "configs" / "quickstart.yaml"
 # asks more than a model of 256 tokens can read; tests/examples plays its agent
 AGENT = ROOT / "configs" / "openai_agent.yaml"
@@ -38,6 +44,7 @@ TINY = {
     "RLOO": ["--model.policy={model}"],
     "RewardModel": ["--model.model.source={model}"],
     "SFT": ["--model.policy.source={model}", "--data.max_tokens=128"],
+    "ProcessRewardModel": ["--model.model.source={model}", "--data.max_tokens=128"],
     "DPO": ["--model.policy.source={model}", "--data.max_tokens=128"],
     "PPO": [
         "--model.policy={model}",
@@ -101,14 +108,31 @@ def _small_data(config: dict[str, Any], folder: Path) -> list[str]:
         {
             "question": f"What is {n} + 1?", "answer": f"#### {n + 1}", "prompt": f"{n} + 1 =",
             "chosen": f"{n + 1}", "rejected": "?", "completion": f"{n + 1}",
+            "completions": ["Add.", f"{n + 1 + n % 2}"], "labels": [True, n % 2 == 0],
         }
         for n in range(40)
     ]  # fmt: skip
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if "VerdictTasks" in str(options["train"]):
+        # what a model of 256 tokens has room for
+        judged = {"pairs": str(file), "template": "{{ responses[0] }}|{{ responses[1] }}"}
+        small = {"system": "", "validation_fraction": 0.2}
+        return [
+            *(
+                f"--data.{part}.init_args.{name}={value}"
+                for part in ("train", "val")
+                for name, value in (judged | small).items()
+            ),
+            *(
+                ["--model.sampling.max_new_tokens=48", "--data.max_prompt_tokens=128"]
+                if _class(config, "model") == "RLOO"
+                else []
+            ),
+        ]
     if _class(config, "data") == "PreferenceDataModule":
         return [f"--data.{part}={file}" for part in ("train", "val") if part in options]
-    if _class(config, "data") == "SupervisedDataModule":
+    if _class(config, "data") in ("SupervisedDataModule", "StepwiseDataModule"):
         return [f"--data.train={file}"]
     held_out = [] if "val_size" in options else ["--data.val_fraction=0.2"]
     short = ["--data.max_prompt_tokens=128", "--model.sampling.max_new_tokens=48"]
@@ -129,11 +153,19 @@ def tiny_vlm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def tiny_audio(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same for sounds."""
+    folder = tmp_path_factory.mktemp("audio")
+    runpy.run_path(str(ROOT / "examples" / "tones.py"))["build"](folder)
+    return folder
+
+
 def test_there_are_configs() -> None:
     assert BASE in CONFIGS
     assert [path.name for path in VISION] == ["ppo_vl.yaml", "reward_vl.yaml", "rloo_vl.yaml"]
     overlays = {path.name for path in ALL if path.parent.name == "cpu"}
-    assert overlays == {path.name for path in VISION} | {SUMS.name}
+    assert overlays == {path.name for path in MEDIA} | {SUMS.name}
     assert not any("RESULT:" in path.read_text() for path in ALL)
     # each says at its top what it is for
     assert all(path.read_text().startswith("# ") for path in ALL)
@@ -142,8 +174,8 @@ def test_there_are_configs() -> None:
 @pytest.mark.parametrize(
     "files",
     [
-        *(pytest.param(_with_base(path), id=_name(path)) for path in (*CONFIGS, *VISION)),
-        *(pytest.param(_with_overlay(path), id=f"{_name(path)} and cpu") for path in VISION),
+        *(pytest.param(_with_base(path), id=_name(path)) for path in (*CONFIGS, *MEDIA)),
+        *(pytest.param(_with_overlay(path), id=f"{_name(path)} and cpu") for path in MEDIA),
     ],
 )
 def test_a_config_parses_as_it_is(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,7 +190,7 @@ def test_a_config_parses_as_it_is(files: list[str], capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize(
     "path",
-    [*(path for path in CONFIGS if path not in (*STRATEGIES, AGENT)), *VISION],
+    [*(path for path in CONFIGS if path not in (*STRATEGIES, AGENT)), *MEDIA],
     ids=_name,
 )
 def test_a_config_trains_a_step(
@@ -176,9 +208,10 @@ def test_a_config_trains_a_step(
     if path == SUMS:
         whole = yaml.safe_load(TEXT.read_text())
         config = whole | {"data": {**config["data"], "class_path": "PromptDataModule"}}
-    if path in VISION:
+    if path in MEDIA:
         tiny = TINY_VISION[_class(config, "model")]
-        folders = {"model": request.getfixturevalue("tiny_vlm")}
+        folder = "tiny_audio" if path == AUDIO else "tiny_vlm"
+        folders = {"model": request.getfixturevalue(folder)}
         files, data = _with_overlay(path), []
     else:
         tiny = TINY[_class(config, "model")]
@@ -186,6 +219,8 @@ def test_a_config_trains_a_step(
         files, data = _with_base(path), _small_data(config, tmp_path)
         if config["model"]["init_args"].get("critic", {}).get("model"):
             data.append(f"--model.critic.model={reward_folder}")
+        if "teacher" in config["model"]["init_args"]:
+            data.append(f"--model.teacher.model={model_folder}")
 
     status = run(["fit", *files, *(flag.format(**folders) for flag in tiny), *data, *TRIAL])
 

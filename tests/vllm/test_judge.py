@@ -1,14 +1,9 @@
 """A judge that a vLLM server of its own serves, in a run."""
 
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from transformers import PreTrainedTokenizerBase
 
@@ -16,12 +11,10 @@ from lrlhf.datamodules import PromptDataModule
 from lrlhf.modules import RLOO
 from lrlhf.rewards import JudgeReward, Rewards
 from lrlhf.rollout import Sampling
-from lrlhf.rollout.vllm.process_guard import descendants
-from lrlhf.rollout.vllm.support import free_port
 from tests.conftest import build_language_model
-from tests.forked import Popen
 from tests.modules.policy_runs import Watcher, fit, sgd
 from tests.vllm.models import build_policy
+from tests.vllm.serving import served
 
 pytestmark = pytest.mark.exhaustive
 
@@ -35,33 +28,10 @@ def endpoint(
     folder = tmp_path_factory.mktemp("judge")
     sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
     model = build_language_model(tokenizer, max_position_embeddings=2048, **sizes)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    (folder / "template.jinja").write_text(TURNS)
-    port = free_port("127.0.0.1")
-    options = f"--port {port} --host 127.0.0.1 --max-model-len 2048 --dtype float32 --enforce-eager"
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
-    command += [*options.split(), "--chat-template", str(folder / "template.jinja")]
-    with (folder / "log").open("wb") as log:
-        environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}
-        process = Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 400
-    try:
-        while True:
-            assert process.poll() is None, (folder / "log").read_text()[-3000:]
-            assert time.monotonic() < deadline, "the server did not start"
-            try:
-                if httpx.get(f"{url}/health").status_code == 200:
-                    break
-            except httpx.TransportError:
-                pass
-            time.sleep(1.0)
+    template = folder / "template.jinja"
+    template.write_text(TURNS)
+    with served(model, tokenizer, folder, "--chat-template", str(template)) as url:
         yield f"{url}/v1"
-    finally:
-        for one in [*descendants(process.pid)]:
-            one.kill()
-        process.kill()
-        process.wait()
 
 
 def judge(endpoint: str, verdict: str, **options: Any) -> JudgeReward:

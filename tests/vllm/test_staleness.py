@@ -13,7 +13,7 @@ from lrlhf.rollout import Sampling
 from tests.modules.policy_runs import Watcher, fit, letters, sgd
 from tests.vllm.models import build_policy, new_server
 
-STEPS, STALENESS = 8, 2
+STEPS, STALENESS = 20, 2
 
 
 def test_no_token_of_a_server_is_older_than_allowed(

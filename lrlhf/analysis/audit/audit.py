@@ -48,7 +48,7 @@ def audit(
     order changes nothing but the order of what is listed.
 
     Args:
-        data: A `PromptDataModule` or `PreferenceDataModule`.
+        data: A `PromptDataModule`, `PreferenceDataModule` or `SupervisedDataModule`.
         beside: Has what the data takes from the module that it is used with, such as a
             ``tokenizer``.
         context: Tokens that the model was made for; None: not known.

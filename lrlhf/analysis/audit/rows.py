@@ -17,17 +17,22 @@ from lrlhf.datamodules.loading.splits import Located, Split
 from lrlhf.datamodules.loading.validation import title_of
 from lrlhf.datamodules.row_kind import RowKind
 from lrlhf.datamodules.rows.bad_rows import BadRow, BadRows
-from lrlhf.datamodules.rows.chat import ChatFormat
+from lrlhf.datamodules.rows.chat import ChatFormat, Span
 from lrlhf.datamodules.rows.collate import Candidate
 from lrlhf.datamodules.rows.implicit_prompts import ASSISTANT, is_transcript, transcript_messages
 from lrlhf.datamodules.rows.media_rows import TokenizedText, media_columns
 from lrlhf.datamodules.rows.preference_rows import PairDraft, PreferenceParser
 from lrlhf.datamodules.rows.prompt_rows import PromptDraft, PromptParser
+from lrlhf.datamodules.rows.supervised_rows import (
+    SupervisedDraft,
+    SupervisedParser,
+    SupervisedRow,
+)
 from lrlhf.media import MediaRefs
 from lrlhf.rewards.function import content_text
 from lrlhf.types import Message
 
-Parser = PreferenceParser | PromptParser
+Parser = PreferenceParser | PromptParser | SupervisedParser
 _UNORDERED = ("candidate0", "candidate1", *media_columns("_0"), *media_columns("_1"))
 
 
@@ -40,20 +45,22 @@ class AuditedRow:
     question: str
     """What was asked last: the user's last turn, or all of a plain prompt."""
     answers: tuple[str, ...] = ()
-    """The two candidates, without the prompt; of a row of prompts none."""
+    """The two candidates, without the prompt; of a row of prompts none; of a text to be learnt what
+    begins with the assistant's first turn, the completion, or all of it."""
     labels: tuple[float, ...] = ()
     """By head: +1 the first candidate is better, -1 the second, 0 equal, NaN not labelled."""
     unordered: bool = False
     """The order of the candidates says nothing of which is better."""
     roles: tuple[tuple[str, ...], ...] = ()
-    """Of the turns of each candidate with its prompt, or of the prompt alone; of text none."""
+    """Of the turns of each candidate with its prompt, or of the whole text; of text none."""
     blank: str = ""
     """What is blank in it, such as a turn; empty: nothing."""
     refs: tuple[MediaRefs, ...]
     """What each candidate shows, or what the prompt shows."""
     tokens: tuple[int, ...] = ()
-    """Of each candidate with its prompt, or of the prompt."""
+    """Of each candidate with its prompt, or of the whole text."""
     answer_tokens: tuple[int, ...] = ()
+    """Of each candidate, or of a text to be learnt those that the loss is on."""
     doubled: str = ""
     """A special token that stands twice in a row; empty: none."""
     keys: tuple[str, ...] = ()
@@ -112,7 +119,7 @@ def read_data(data: RowDataModule[Any, Any], beside: object) -> AuditedData:
     """Read every row of the training and validation data as a run would.
 
     Args:
-        data: A `PromptDataModule` or `PreferenceDataModule`.
+        data: A `PromptDataModule`, `PreferenceDataModule` or `SupervisedDataModule`.
         beside: Has what the data takes from the module that it is used with, such as a
             ``tokenizer``.
 
@@ -134,10 +141,10 @@ def read_data(data: RowDataModule[Any, Any], beside: object) -> AuditedData:
             bad.append(BadRowFound(self.what, place, problem))
 
     def audited(kind: RowKind[Any, Any, Any]) -> RowKind[Any, Any, Any]:
-        if not isinstance(kind.parse, PreferenceParser | PromptParser):
+        if not isinstance(kind.parse, Parser):
             raise ValueError(
                 f"{type(data).__name__} holds rows of another kind; audited are prompts "
-                "(PromptDataModule) and pairs (PreferenceDataModule)"
+                "(PromptDataModule), pairs (PreferenceDataModule) and texts (SupervisedDataModule)"
             )
         parsers.append(kind.parse)
         return _audited_kind(kind, kind.parse)
@@ -171,6 +178,9 @@ class _Contents(ChatFormat):
         turns = [(str(message["role"]), _said(message)) for message in messages]
         self.seen.append(turns)
         return "".join(f"{said}\n\n" for _, said in turns)
+
+    def render_spans(self, messages: Sequence[Message], row: Row) -> tuple[str, list[Span]]:
+        return self.render(messages, row, prompt=False), []
 
 
 def _said(message: Message) -> str:
@@ -207,9 +217,11 @@ def _audited_kind(kind: RowKind[Any, Any, Any], parser: Parser) -> RowKind[Any, 
         parsed = parser(row, folder) if contents.seen else said
         if isinstance(said, PairDraft):
             own = _of_pair(row, said, contents.seen)
+        elif isinstance(said, SupervisedDraft):
+            own = _of_text(said, contents.seen)
         else:
             own = _of_prompt(said, contents.seen)
-        column = parser.prompt_column if isinstance(parser, PreferenceParser) else parser.column
+        column = parser.column if isinstance(parser, PromptParser) else parser.prompt_column
         given = row.get(column)
         if isinstance(given, str) and not given.strip():
             own = replace(own, blank=f"column {column!r}")
@@ -262,11 +274,12 @@ def _counted(
 ) -> AuditedRow:
     texts: Sequence[TokenizedText] = value.texts
     ids = [text.input_ids for text in texts]
-    starts = [text.start for text in texts if isinstance(text, Candidate)]
+    learnt = [len(text.input_ids) - text.start for text in texts if isinstance(text, Candidate)]
+    learnt += [int(text.trained.sum()) for text in texts if isinstance(text, SupervisedRow)]
     return replace(
         row,
         tokens=tuple(len(one) for one in ids),
-        answer_tokens=tuple(len(ids[k]) - start for k, start in enumerate(starts)),
+        answer_tokens=tuple(learnt),
         doubled=next(filter(None, (_doubled(one, specials) for one in ids)), ""),
         keys=keys,
     )
@@ -306,6 +319,24 @@ def _of_prompt(draft: PromptDraft, seen: Sequence[list[tuple[str, str]]]) -> Aud
         question=asked[-1] if asked else text,
         roles=tuple(tuple(role for role, _ in one) for one in turns),
         blank=_blank(turns),
+        refs=(draft.refs,),
+    )
+
+
+def _of_text(draft: SupervisedDraft, seen: Sequence[list[tuple[str, str]]]) -> AuditedRow:
+    turns = seen[0] if seen else []  # behind them comes the prompt alone
+    first = next((i for i, (role, _) in enumerate(turns) if role == "assistant"), len(turns))
+    if turns:
+        prompt = "".join(f"{said}\n\n" for _, said in turns[:first])
+    else:
+        prompt = draft.prompt.text if draft.prompt is not None else ""
+    asked = [said for role, said in turns[:first] if role == "user"]
+    return AuditedRow(
+        prompt=prompt,
+        question=asked[-1] if asked else prompt if not turns else "",
+        answers=(draft.text.text.removeprefix(prompt),),
+        roles=(tuple(role for role, _ in turns),) if turns else (),
+        blank=_blank([turns]),
         refs=(draft.refs,),
     )
 

@@ -183,6 +183,8 @@ def _repeated_prompt(row: AuditedRow) -> str:
     if not row.prompt or len(question.split()) < _FEWEST_WORDS:
         return ""
     holds = [str(index) for index, answer in enumerate(row.answers) if question in answer]
+    if holds and len(row.answers) == 1:
+        return "in the answer"
     return f"in candidate {' and '.join(holds)}" if holds else ""
 
 

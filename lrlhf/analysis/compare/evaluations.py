@@ -12,6 +12,7 @@ from lrlhf.analysis.run_files import RunFiles, records
 
 _PARTS = ("set", "dataloader")
 """What tells evaluation sets of one file apart."""
+_MAIN = ("score", "accuracy", "mean_logprob")
 
 
 class Evaluation(NamedTuple):
@@ -69,19 +70,23 @@ def read_evaluation(
 
 
 def main_metric(evaluation: Evaluation) -> str:
-    """Return what an evaluation is about: a policy's ``score``, a reward model's ``accuracy``."""
+    """Return what an evaluation is about.
+
+    A policy's ``score``, the ``accuracy`` on pairs, the ``mean_logprob`` of given texts.
+    """
     names = {name for one in evaluation.samples for name in one.values}
-    return next((name for name in ("score", "accuracy") if name in names), min(names, default=""))
+    return next((name for name in _MAIN if name in names), min(names, default=""))
 
 
 def _read(folder: Path, step: int, path: Path, temperature: float | None) -> Evaluation:
     samples: list[Sample] = []
     there: dict[float | None, None] = {}
     for number, record in enumerate(records(path), start=1):
-        if "score" not in record and not isinstance(record.get("labels"), Mapping):
+        known = "score" in record or isinstance(record.get("labels"), Mapping)
+        if not (known or _is_given(record)):
             raise ValueError(
-                f"{path}, line {number} has neither a score nor labels: it is no line that "
-                "EvalJSONL has written"
+                f"{path}, line {number} has neither a score nor labels nor the log-probability of "
+                "a text: it is no line that EvalJSONL has written"
             )
         own = _numbers({"of": record.get("temperature")}).get("of")
         there.setdefault(own)
@@ -103,7 +108,8 @@ def _sample(record: Mapping[str, Any], label: str) -> Sample:
     place = None
     if "source" in record and "row" in record:
         place = (*part, str(record["source"]), str(record["row"]))
-    shown = (str(record.get(name, "")) for name in ("prompt", "candidate0", "candidate1"))
+    asked = ("candidate0", "candidate1", *(["completion"] if _is_given(record) else []))
+    shown = (str(record.get(name, "")) for name in ("prompt", *asked))
     media = str(record.get("media", ""))
     told = [record.get(name) for name in ("columns", "info")]
     columns: dict[str, Any] = {name: record[name] for name in _PARTS if name in record}
@@ -123,7 +129,22 @@ def _sample(record: Mapping[str, Any], label: str) -> Sample:
 
 def measures(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics of a line; what could not be scored or is not labelled is left out."""
+    if _is_given(record):
+        return _of_text(record)
     return _of_pair(record) if "labels" in record else _of_response(record)
+
+
+def _is_given(record: Mapping[str, Any]) -> bool:
+    """Whether it is about a text that a model was given, rather than one that it wrote."""
+    return "logprob" in record and "tokens" in record
+
+
+def _of_text(record: Mapping[str, Any]) -> dict[str, float]:
+    """Log-probability of a token of the text; none of a text without one that is learnt."""
+    found = _numbers({name: record[name] for name in ("logprob", "tokens")})
+    if "logprob" not in found or not found.get("tokens"):
+        return {}
+    return {"mean_logprob": found["logprob"] / found["tokens"]}
 
 
 def _of_response(record: Mapping[str, Any]) -> dict[str, float]:

@@ -15,12 +15,14 @@ _LEVEL = 0.05
 _FEW = 10
 _NEUTRAL = ("length", "truncated", "turns")
 """Metrics of which more is neither better nor worse."""
+_SUBJECTS = {"accuracy": "pairs", "margin": "pairs", "mean_logprob": "texts"}
+"""What metrics are of, if not of prompts."""
 
 
 def answer(found: Comparison, a: str = "A", b: str = "B") -> str:
     """Say in one sentence which side is better, by how much, and of what this speaks."""
     row = found.main
-    what = "pairs" if row.metric.partition("/")[0] in ("accuracy", "margin") else "prompts"
+    what = _SUBJECTS.get(row.metric.partition("/")[0], "prompts")
     return f"{_verdict(row, a, b)} on these {row.prompts:,} {what}; {scope(found, a, b)}."
 
 

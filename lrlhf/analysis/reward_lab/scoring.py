@@ -44,7 +44,7 @@ class ScoredResponses(NamedTuple):
 
 def reads_media(rewards: Rewards) -> bool:
     """Whether a reward function asks for what prompts show."""
-    return any(map(rewards.asking_for, ("images", "videos")))
+    return any(map(rewards.asking_for, ("images", "videos", "audios")))
 
 
 def score_responses(

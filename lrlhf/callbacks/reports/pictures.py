@@ -1,22 +1,25 @@
-"""Pictures of what a row shows."""
+"""Pictures of what a row shows; of audio, its waveform."""
 
 from __future__ import annotations
 
-from PIL import Image, ImageOps
+import numpy as np
+from PIL import Image, ImageDraw, ImageOps
 
+from lrlhf.media import Audio
 from lrlhf.types import Media
 
 _GAP = 4
 """Pixels between two pictures."""
+_WAVEFORM = (256, 128)
 
 
 def picture(media: Media) -> Image.Image:
-    """Return the first image, or the first frame of a video."""
+    """Return the first image, the first frame of a video, or the waveform of an audio."""
     return _pictures(media)[0]
 
 
 def strip(media: Media, *, side: int = 256) -> Image.Image:
-    """Put all images, and the first frame of each video, side by side.
+    """Put all images, the first frame of each video, and waveforms of audio side by side.
 
     Args:
         media: Of one row.
@@ -40,4 +43,16 @@ def stack(strips: list[Image.Image]) -> Image.Image:
 
 
 def _pictures(media: Media) -> list[Image.Image]:
-    return [*media.images, *(Image.fromarray(video.frames[0]) for video in media.videos)]
+    frames = (Image.fromarray(video.frames[0]) for video in media.videos)
+    return [*media.images, *frames, *map(_waveform, media.audios)]
+
+
+def _waveform(audio: Audio) -> Image.Image:
+    """Draw the loudest samples of each stretch of a sound, the whole of it across the width."""
+    middle, loudest = (_WAVEFORM[1] - 1) / 2, max(np.abs(audio.samples).max(), 1e-9)
+    drawn = Image.new("RGB", _WAVEFORM, "white")
+    pen = ImageDraw.Draw(drawn)
+    for column, part in enumerate(np.array_split(audio.samples, _WAVEFORM[0])):
+        top, bottom = part.max() / loudest, part.min() / loudest
+        pen.line([(column, (1 - top) * middle), (column, (1 - bottom) * middle)], "black")
+    return drawn

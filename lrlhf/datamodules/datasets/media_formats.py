@@ -1,8 +1,9 @@
-"""Published sets of judged images and videos: in which columns each keeps its pairs."""
+"""Published sets of judged images, videos and audio: in which columns each keeps its pairs."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -14,6 +15,7 @@ from urllib.parse import unquote, urlsplit
 from lrlhf.datamodules.loading.path_safety import local_path
 from lrlhf.datamodules.loading.sources import Row, nearest_path, resolve_source
 from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, missing_column
+from lrlhf.datamodules.rows.chat import read_messages
 from lrlhf.datamodules.rows.columns import (
     is_empty,
     number_of,
@@ -22,12 +24,14 @@ from lrlhf.datamodules.rows.columns import (
     wrong_type,
 )
 from lrlhf.datamodules.rows.media_rows import KINDS, media_columns
+from lrlhf.rewards.judge.verdicts import read_answer, reasoning_before_answer
 from lrlhf.rollout.records import plain_json
 
 Pair = dict[str, Any]
 FileAndRow = tuple[Path, Row | BadRow]
 
 _CRITERIA = ("Preference", "Coherence", "Alignment")
+_CAPTION = re.compile(r"Text Caption:\s*(.+)")
 _NO_NAMES = {"", ".", ".."}
 _TIE = 1e-9
 """Scores that differ by less are equal: sums of equal shares differ by rounding."""
@@ -60,7 +64,7 @@ class MediaFormat:
 
     Args:
         source: What the pairs' column ``source`` says.
-        kind: ``image`` or ``video``.
+        kind: ``image``, ``video`` or ``audio``.
         candidates: Columns with the file of either candidate.
         prompt: Columns with the prompt.
         start: Column with the image that both candidates started from; a row must have it where
@@ -139,8 +143,9 @@ class Generic(MediaFormat):
         if len(kinds) > 1:
             raise BadRow(
                 "two kinds of media",
-                "it has columns of images and of videos to compare",
-                remedy="give each row image_0 and image_1, or video_0 and video_1",
+                f"it has columns of {' and of '.join(f'{kind}s' for kind in kinds)} to compare",
+                remedy="give each row image_0 and image_1, video_0 and video_1, or audio_0 and "
+                "audio_1",
             )
         candidates = [f"{kind}_{index}" for kind in kinds or ["image"] for index in (0, 1)]
         media = {column: media_of(row, (column,), folder, root) for column in candidates}
@@ -283,6 +288,29 @@ def _mean(ratings: object, column: str) -> float | None:
     given = [number_of({column: rating}, column) for rating in ratings or []]
     numbers = [number for number in given if number is not None]
     return fmean(numbers) if numbers else None
+
+
+def reasoned(row: Row) -> Iterable[Row]:
+    """Read ImageGen-CoT-Reward: a question, and a reply that reasons and gives a verdict.
+
+    The prompt is what stands behind ``Text Caption:`` in the question, which must have it.
+    """
+    messages = read_messages(structure_of(row, "conversations", list), "conversations")
+    question, reply = (str(messages[index].get("content") or "") for index in (0, -1))
+    images = structure_of(row, "images", list)
+    if images is None or len(images) != 2:
+        raise wrong_type("images", "a list of two images", images)
+    caption = _CAPTION.search(question)
+    if caption is None:
+        raise BadRow("no caption", f"its question has no line 'Text Caption: …': {question!r:.80}")
+    yield {
+        **row,
+        "prompt": caption.group(1).strip(" *[]\"'"),
+        "path0": images[0],
+        "path1": images[1],
+        "verdict": read_answer(reply) or reply[-80:],
+        "reasoning": reasoning_before_answer(reply),
+    }
 
 
 def numbered(row: Row) -> Iterable[Row]:

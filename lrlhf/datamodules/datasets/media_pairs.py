@@ -1,4 +1,4 @@
-"""Pairs of generated images or videos that people compared, from published data sets."""
+"""Pairs of generated images, videos or audio that people compared, from published data sets."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from lrlhf.datamodules.datasets.media_formats import (
     numbered,
     ranked,
     rated,
+    reasoned,
     rows_of_files,
 )
 from lrlhf.datamodules.loading.sources import Row, Source
 from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, missing_column, nearest
 from lrlhf.datamodules.rows.columns import number_of, text_of, wrong_type
+from lrlhf.datamodules.rows.media_rows import KINDS
 
 _OPPOSITE = {"A": "B", "B": "A", "leftvote": "rightvote", "rightvote": "leftvote"}
 _COMPARED = {"a": "A", "b": "B", "c": "C"}
@@ -32,12 +34,13 @@ _VOTES = {"leftvote": "A", "rightvote": "B", "tievote": "C", "bothbad_vote": "C"
 
 
 class MediaPairs(Source):
-    """Pairs of generated images or videos from a published preference data set.
+    """Pairs of generated images, videos or audio from a published preference data set.
 
-    A row has ``prompt``, ``image_0`` and ``image_1`` or ``video_0`` and ``video_1`` (absolute path
-    or bytes), ``preference`` and the set's further judgements (A: candidate 0 is better, B:
-    candidate 1, C: equal; what was not judged has no column), ``source`` and what else the set
-    tells. ``image`` is what both candidates started from, such as the first frame of a video.
+    A row has ``prompt``, ``image_0`` and ``image_1``, ``video_0`` and ``video_1``, or ``audio_0``
+    and ``audio_1`` (absolute path or bytes), ``preference`` and the set's further judgements
+    (A: candidate 0 is better, B: candidate 1, C: equal; what was not judged has no column),
+    ``source`` and what else the set tells. ``image`` is what both candidates started from, such as
+    the first frame of a video.
 
     Where a set tells the better from the worse one, or names its candidates by model, which
     is candidate 0 follows from ``seed`` and the row's number: the same in every process and
@@ -45,8 +48,10 @@ class MediaPairs(Source):
 
     Args:
         format: ``hpdv3``, ``imagerewarddb``, ``rapidata_t2v``, ``rapidata_i2v``,
-            ``omnireward_t2i``, ``omnireward_t2v``, ``genai_bench``, ``genai_bench_video``,
-            ``videodpo``, ``videogen_rewardbench``, or ``generic`` for rows that are pairs already.
+            ``imagegen_cot_reward`` (with ``reasoning``), ``omnireward_t2i``, ``omnireward_t2v``,
+            ``omnireward_t2a``, ``genai_bench``, ``genai_bench_video``, ``videodpo``,
+            ``videogen_rewardbench``, ``audio_alpaca``, or
+            ``generic`` for rows that are pairs already.
         path: The set's file of rows, a folder or a pattern. For ``imagerewarddb`` a folder with
             its shards anywhere below it.
         seed: Another seed gives other orders.
@@ -112,7 +117,7 @@ def is_exchanged(seed: int, number: int, index: int = 0) -> bool:
 
 def exchanged(pair: Mapping[str, Any]) -> Pair:
     """Let the candidates of a pair change places, with all that the row says of them."""
-    other = {f"{name}_0": f"{name}_1" for name in ("image", "video", "model")}
+    other = {f"{name}_0": f"{name}_1" for name in (*KINDS, "model")}
     other |= {second: first for first, second in other.items()}
     turned = {other.get(column, column): value for column, value in pair.items()}
     for column in {"preference", "vote_type"} & turned.keys():
@@ -276,10 +281,21 @@ FORMATS: Mapping[str, MediaFormat] = {
         folder=_folder_of_images,
         random_order=True,
     ),
+    "imagegen_cot_reward": MediaFormat(
+        source="ImageGen-CoT-Reward",
+        kind="image",
+        candidates=(("path0",), ("path1",)),
+        labels={"preference": "verdict"},
+        words={"a": "A", "b": "B", "tie": "C"},
+        # it names the candidates by their places, which therefore stay
+        kept=("reasoning",),
+        expand=reasoned,
+    ),
     "rapidata_t2v": _rapidata(None),
     "rapidata_i2v": _rapidata("prompt_asset"),
     "omnireward_t2i": _omnireward("image"),
     "omnireward_t2v": _omnireward("video"),
+    "omnireward_t2a": _omnireward("audio"),
     "genai_bench": _genai_bench("image"),
     "genai_bench_video": _genai_bench("video"),
     "videodpo": MediaFormat(
@@ -298,6 +314,13 @@ FORMATS: Mapping[str, MediaFormat] = {
         labels={"preference": "Overall", "VQ": "VQ", "MQ": "MQ", "TA": "TA"},
         words=_LETTERS,
         kept=("Overall", "A_model", "B_model", "path_A", "path_B"),
+    ),
+    "audio_alpaca": MediaFormat(
+        source="Audio-Alpaca",
+        kind="audio",
+        candidates=(("chosen",), ("rejected",)),
+        kept=("strategy",),
+        random_order=True,
     ),
     "generic": Generic(source="", kind="", candidates=((), ())),
 }

@@ -104,7 +104,7 @@ class _Digest:
         if isinstance(value, Unread):
             return (value.refs,)  # its text was made of the row by the chat template
         if isinstance(value, MediaRefs):
-            return (_named(entry) for entry in (*value.images, *value.videos))
+            return (_named(entry) for entry in value.everything)
         if is_dataclass(value):
             return (getattr(value, field.name) for field in fields(value) if field.compare)
         # dates and the like; what prints its address would differ in every process
@@ -113,8 +113,10 @@ class _Digest:
 
 
 def _named(media: Any) -> Any:
-    """Return an image or video, as a `Path` where it is given by one."""
+    """Return an image, video or audio, as a `Path` where it is given by one."""
     if isinstance(media, Mapping):
+        if media.get("array") is not None:
+            return [media["array"], media.get("sampling_rate")]
         return media.get("bytes") or _named(media.get("path"))
     if isinstance(media, list | tuple):
         return [_named(entry) for entry in media]

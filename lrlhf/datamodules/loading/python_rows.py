@@ -201,7 +201,7 @@ def _raw_rows(data: Any) -> Iterator[Any]:
 
 
 def _hub_rows(data: Any) -> Iterator[Any]:
-    """Go through a ``datasets.Dataset``, images and videos as the bytes or paths that it holds."""
+    """Go through a ``datasets.Dataset``, its media as the bytes or paths that it holds."""
     if data.format["type"] == "custom":  # the user's own transform makes the rows
         return (data[index] for index in range(len(data)))
     features = data.features
@@ -216,9 +216,9 @@ def _hub_rows(data: Any) -> Iterator[Any]:
 
 
 def _undecoded(feature: Any) -> Any:
-    """Switch off the decoding of images and videos, which are read when a batch needs them."""
+    """Switch off the decoding of media, which are read when a batch needs them."""
     package = importlib.import_module("datasets")  # loaded, as somebody holds one of its objects
-    if isinstance(feature, package.Image | package.Video):
+    if isinstance(feature, package.Image | package.Video | package.Audio):
         return replace(feature, decode=False)
     if isinstance(feature, dict):
         return {name: _undecoded(value) for name, value in feature.items()}
@@ -273,6 +273,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, str | bytes):
         return value
     if isinstance(value, Mapping):
+        if {"array", "sampling_rate"} <= value.keys():  # the samples of an audio stay an array
+            return dict(value)
         return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]

@@ -321,6 +321,21 @@ def resolve_source(source: str | Source) -> tuple[Source, ...]:
     return (HubSource(source),)
 
 
+def distinct_names(sources: Iterable[str]) -> dict[str, str]:
+    """Return a short name for each source that can be a part of a metric's.
+
+    That is the last part of a path without the ending of data files, ``helpful`` for
+    ``data/helpful.jsonl``; where two would be the same, all of the path without slashes.
+    """
+    whole = {one: re.sub(r"[^\w.@:=-]+", "_", hide(one)).strip("_") or "_" for one in sources}
+    last = {one: one.rstrip("/").rpartition("/")[2] for one in whole}
+    short = {
+        one: re.sub(r"[^\w.@:=-]+", "_", re.sub(r"\.(jsonl?|parquet|csv)(\.gz)?$", "", hide(end)))
+        for one, end in last.items()
+    }
+    return short if len({*short.values()} - {""}) == len(short) else whole
+
+
 def _files(source: str, paths: Sequence[Path], what: str) -> tuple[Source, ...]:
     files = [path for path in paths if path.is_file() and is_data_file(path)]
     if not files:

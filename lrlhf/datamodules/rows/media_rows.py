@@ -1,4 +1,4 @@
-"""Images and videos in the rows of a data set: where rows name them, and when they are read."""
+"""Images, videos and audio of a data set: where its rows name them, and when they are read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lrlhf.datamodules.rows.tokenizing import Text, Tokens
 from lrlhf.media import MediaOptions, MediaProcessor, MediaRefs
 from lrlhf.types import Media, Message
 
-KINDS = ("image", "video")
+KINDS = ("image", "video", "audio")
 _ALL_ROWS = 2_000
 """With ``media.check: auto``, so many rows are read before training."""
 _THREADS = 8
@@ -72,6 +72,33 @@ def media_columns(suffix: str = "") -> tuple[str, ...]:
     return tuple(f"{kind}{plural}{suffix}" for kind in KINDS for plural in ("", "s"))
 
 
+def media_in(row: Row, suffix: str = "") -> dict[str, list[Any]]:
+    """Return what the media columns of a row hold, by kind; ``suffix`` as in `media_columns`."""
+    return {
+        kind: [
+            # a list of images in ``video`` is one video
+            *_listed(row.get(f"{kind}{suffix}"), several=kind == "image"),
+            *_listed(row.get(f"{kind}s{suffix}"), several=True),
+        ]
+        for kind in KINDS
+    }
+
+
+def media_said(
+    messages: Sequence[Message], columns: Mapping[str, list[Any]]
+) -> dict[str, list[Any]]:
+    """Return what messages show, by kind: their parts, and the columns of the row.
+
+    Raises:
+        BadRow: They have more parts without data than the columns hold.
+    """
+    waiting = {kind: [*columns[kind]] for kind in KINDS}
+    found: dict[str, list[Any]] = {kind: [] for kind in KINDS}
+    for message in messages:
+        _without_data(message, waiting, found)
+    return {kind: [*found[kind], *waiting[kind]] for kind in KINDS}
+
+
 @dataclass(frozen=True)
 class MediaReader:
     """Finds the media of rows, and reads them when the row comes into a batch."""
@@ -92,15 +119,7 @@ class MediaReader:
         """
         if self.processor is None:
             return MediaRefs()
-        found = {
-            kind: [
-                # a list of images in ``video`` is one video
-                *_listed(row.get(f"{kind}{suffix}"), several=kind == "image"),
-                *_listed(row.get(f"{kind}s{suffix}"), several=True),
-            ]
-            for kind in KINDS
-        }
-        return self._refs(found, folder)
+        return self._refs(media_in(row, suffix), folder)
 
     def of_messages(
         self, messages: Sequence[Message], columns: MediaRefs, folder: Path | None
@@ -108,8 +127,8 @@ class MediaReader:
         """Take the media out of messages, leaving a bare part in the place of each.
 
         Parts without data stand for the media of the columns, in order. Where no message has any
-        part for them, they go into the first turn of the user: in the place of ``<image>`` and
-        ``<video>`` in its text, else in front of it.
+        part for them, they go into the first turn of the user: in the place of ``<image>``,
+        ``<video>`` and ``<audio>`` in its text, else in front of it.
 
         Raises:
             BadRow: Parts and columns do not fit together, a text model is shown something, or a
@@ -121,20 +140,24 @@ class MediaReader:
         if self.processor is None:
             raise BadRow(
                 "media for a text model",
-                "the messages show an image or video, and the model has no processor for them",
-                remedy="train a vision-language model, or leave these rows out",
+                f"a message has a part of type {placed[0]!r}, and the model reads text only",
+                remedy="train a model that takes it, or leave these rows out",
             )
         if not placed:
             messages = _put_in(messages, columns)
-        waiting = {"image": list(columns.images), "video": list(columns.videos)}
+        waiting = {
+            "image": list(columns.images),
+            "video": list(columns.videos),
+            "audio": list(columns.audios),
+        }
         found: dict[str, list[Any]] = {kind: [] for kind in KINDS}
         bare = tuple(_without_data(message, waiting, found) for message in messages)
         left = sum(map(len, waiting.values()))
         if left:
             raise BadRow(
                 "placeholder count",
-                f"{left} of the {len(columns)} images and videos of the columns have no part in "
-                "the messages",
+                f"{left} of the {len(columns)} images, videos and audios of the columns have no "
+                "part in the messages",
             )
         return bare, self._refs(found, folder)
 
@@ -205,7 +228,7 @@ class MediaReader:
                 # the forward pass of a batch in which another row shows something would fail at it
                 raise BadRow(
                     "placeholder count",
-                    "the text has the model's mark of an image or video, and shows none",
+                    "the text has the model's mark of an image, video or audio, and shows none",
                     remedy="leave the mark out of the text",
                 )
         if self.processor is None:
@@ -221,8 +244,9 @@ class MediaReader:
         return replace(self, max_tokens=(max_tokens, setting), remedy=remedy)
 
     def _refs(self, found: Mapping[str, Sequence[Any]], folder: Path | None) -> MediaRefs:
-        images, videos = ([self._anchored(one, folder) for one in found[kind]] for kind in KINDS)
-        return MediaRefs(tuple(images), tuple(videos))
+        return MediaRefs(
+            *(tuple(self._anchored(one, folder) for one in found[kind]) for kind in KINDS)
+        )
 
     def _anchored(self, value: Any, folder: Path | None) -> Any:
         """Make the paths of a row absolute, and refuse those that lead out of its data."""
@@ -231,7 +255,7 @@ class MediaReader:
         if isinstance(value, Mapping):
             # what a row knows of a file beside its bytes is only its name
             path = value.get("path")
-            known = value.get("bytes") is not None or path is None
+            known = path is None or any(value.get(key) is not None for key in ("bytes", "array"))
             return value if known else self._anchored(path, folder)
         if not isinstance(value, str) or value.startswith("data:"):
             return value
@@ -250,7 +274,7 @@ def _listed(value: Any, *, several: bool) -> list[Any]:
 
 
 def _kinds(message: Message) -> list[str | None]:
-    """Return what each part of a message shows; None: it is no image and no video."""
+    """Return what each part of a message shows; None: it is text, or something else."""
     content = message.get("content")
     parts = content if isinstance(content, list | tuple) else ()
     return [_kind_of(part) for part in parts]
@@ -258,17 +282,18 @@ def _kinds(message: Message) -> list[str | None]:
 
 def _kind_of(part: Any) -> str | None:
     kind = str(part.get("type", "")).removesuffix("_url") if isinstance(part, Mapping) else ""
-    if kind in ("audio", "input_audio"):
-        raise BadRow("audio", "a message has a part of type 'audio', which is not supported yet")
+    kind = kind.removeprefix("input_")
     return kind if kind in KINDS else None
 
 
 def _data_of(part: Mapping[str, Any], kind: str) -> Any:
     """Find what a part shows, in any of the ways that chat formats write it."""
-    for key in (kind, "path", "url", f"{kind}_url", "bytes"):
+    for key in (kind, "path", "url", f"{kind}_url", f"input_{kind}", "bytes"):
         value = part.get(key)
         if isinstance(value, Mapping) and "url" in value:
             value = value["url"]
+        if isinstance(value, Mapping) and "data" in value:  # as OpenAI's input_audio
+            value = f"data:{kind}/{value.get('format', 'wav')};base64,{value['data']}"
         if value is not None:
             return value
     return None
@@ -313,26 +338,27 @@ def _put_in(messages: Sequence[Message], refs: MediaRefs) -> tuple[Message, ...]
 
 
 def bare_parts(refs: MediaRefs) -> list[Mapping[str, Any]]:
-    """Return one message part per image and video, without data."""
-    kinds = ["image"] * len(refs.images) + ["video"] * len(refs.videos)
-    return [{"type": kind} for kind in kinds]
+    """Return one message part per image, video and audio, without data."""
+    return [{"type": kind} for kind, count in refs.counts.items() for _ in range(count)]
 
 
 def text_parts(text: str, refs: MediaRefs) -> list[Mapping[str, Any]]:
-    """Turn a text with ``<image>`` and ``<video>`` in it into the parts of a message.
+    """Turn a text with ``<image>``, ``<video>`` and ``<audio>`` in it into the parts of a message.
 
     Raises:
-        BadRow: It has some, but not as many as there are images and videos.
+        BadRow: It has some, but not as many as there are of each kind.
     """
-    pieces = re.split(r"<(image|video)>", text)
-    images, videos = (pieces[1::2].count(kind) for kind in KINDS)
-    if not images and not videos:
+    pieces = re.split(rf"<({'|'.join(KINDS)})>", text)
+    marks = {kind: pieces[1::2].count(kind) for kind in KINDS}
+    if not any(marks.values()):
         return [*bare_parts(refs), {"type": "text", "text": text}]
-    if (images, videos) != (len(refs.images), len(refs.videos)):
+    if marks != refs.counts:
+        told = [kind for kind in KINDS if marks[kind] or refs.counts[kind]]
         raise BadRow(
             "placeholder count",
-            f"the text has {images} <image> and {videos} <video>, the row {len(refs.images)} "
-            f"image(s) and {len(refs.videos)} video(s): {', '.join(refs.names)}",
+            f"the text has {' and '.join(f'{marks[kind]} <{kind}>' for kind in told)}, the row "
+            f"{' and '.join(f'{refs.counts[kind]} {kind}(s)' for kind in told)}: "
+            f"{', '.join(refs.names)}",
         )
     parts: list[Mapping[str, Any]] = []
     for piece, kind in zip_longest(pieces[::2], pieces[1::2]):

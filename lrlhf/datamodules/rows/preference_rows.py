@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -38,12 +38,12 @@ from lrlhf.media import MediaRefs
 from lrlhf.rollout.records import plain_json
 from lrlhf.types import Message
 
-_SHOWN_CANDIDATES = {
+SHOWN_CANDIDATES = {
     ("candidate0", "candidate1"): ("_0", "_1"),
     ("chosen", "rejected"): ("_chosen", "_rejected"),
 }
-"""Columns of the candidates' texts, and what follows ``image`` or ``video`` in the names of the
-columns with their media."""
+"""Columns of the candidates' texts, and what follows ``image``, ``video`` or ``audio`` in the names
+of the columns with their media."""
 
 Turns = tuple[Message, ...]
 
@@ -93,7 +93,7 @@ class PreferenceParser:
         shown = self._shown(row, folder)
         if shown is not None:
             return shown
-        names = self._candidate_columns(row)
+        names = candidate_columns(row, (self.chosen_column, self.rejected_column))
         pair, prompt = self._texts(row, folder, *names)
         keys = (prompt,) if prompt.strip() else tuple(text.text for text in pair.candidates)
         if pair.refs[0]:
@@ -102,12 +102,12 @@ class PreferenceParser:
         return self._draft(row, pair, keys, names)
 
     def _shown(self, row: Row, folder: Path | None) -> PairDraft | None:
-        """Read a pair whose candidates are images or videos, if it is one.
+        """Read a pair whose candidates are images, videos or audio, if it is one.
 
         A candidate is shown in the turn of a user, beside the prompt; a text of its own follows
         as the assistant's answer.
         """
-        for names, suffixes in _SHOWN_CANDIDATES.items():
+        for names, suffixes in SHOWN_CANDIDATES.items():
             own = [self.media.of_columns(row, folder, suffix) for suffix in suffixes]
             if not any(own):
                 continue
@@ -116,7 +116,8 @@ class PreferenceParser:
                 if not refs and row.get(name) is None:
                     raise BadRow(
                         "missing media",
-                        f"columns *{suffix} name no image and no video, and there is no {name!r}",
+                        f"columns *{suffix} name no image, video or audio, and there is no "
+                        f"{name!r}",
                     )
             (first, first_refs), (second, second_refs) = (
                 self._shown_candidate(row, name, shared + refs, folder)
@@ -166,63 +167,23 @@ class PreferenceParser:
             info |= {"media0": list(pair.refs[0].names), "media1": list(pair.refs[1].names)}
         return PairDraft(pair, keys, labels, self.margins(row), info)
 
-    def _candidate_columns(self, row: Row) -> tuple[str, str]:
-        if "candidate0" in row or "candidate1" in row:
-            names = ("candidate0", "candidate1")
-        else:
-            names = (self.chosen_column, self.rejected_column)
-        for name, setting in zip(names, ("chosen_column", "rejected_column"), strict=True):
-            if name not in row:
-                raise missing_column(name, row, setting=setting)
-        return names
-
     def _texts(
         self, row: Row, folder: Path | None, first: str, second: str
     ) -> tuple[TextPair, str]:
         """Return the pair, and the prompt as text, by which prompts are compared."""
-        prompt = row.get(self.prompt_column)
-        if any(isinstance(value, list | tuple) for value in (prompt, row[first], row[second])):
-            return self._chat(row, folder, *self._conversations(row, prompt, first, second))
-        texts = text_of(row, first), text_of(row, second)
-        if prompt is None:
-            if self.hh_as_chat and is_transcript(texts[0]) and is_transcript(texts[1]):
-                turns = split_messages(*map(transcript_messages, texts))
-                return self._chat(row, folder, *turns)
-            prompt, *answers = split_texts(*texts)
-        else:
-            prompt = text_of(row, self.prompt_column, allow_empty=True)
-            answers = list(texts)
-            if repeat_prompt(prompt, *texts, in_chat=self.as_chat):
-                answers = [text.removeprefix(prompt) for text in texts]
-        for name, answer in zip((first, second), answers, strict=True):
-            if not answer.strip():
-                raise BadRow("empty text", f"column {name!r} has nothing after the shared prompt")
-        if self.as_chat:
-            said = ((_turn("assistant", answer),) for answer in answers)
-            return self._chat(row, folder, _user(prompt), *said)
+        split = split_pair(
+            row,
+            self.prompt_column,
+            (first, second),
+            as_chat=self.as_chat,
+            hh_as_chat=self.hh_as_chat,
+        )
+        if isinstance(split, PairTurns):
+            return self._chat(row, folder, *split)
+        prompt, *answers = split
         pair = (Text(prompt + answers[0], False), Text(prompt + answers[1], False))
         refs = self.media.of_columns(row, folder)
         return TextPair(Text(prompt, False), pair, (refs, refs), refs), prompt
-
-    def _conversations(
-        self, row: Row, prompt: object, first: str, second: str
-    ) -> tuple[Turns, Turns, Turns]:
-        """Return the turns of the prompt, and those of either answer alone."""
-        candidates = _turns(row, first), _turns(row, second)
-        if isinstance(prompt, str | None):
-            given = _user(prompt or "")
-        else:
-            given = read_messages(prompt, self.prompt_column)
-        if not given:
-            return split_messages(*candidates)
-        before, answer = without_prompt(given, candidates[0], first)
-        other_before, other_answer = without_prompt(given, candidates[1], second)
-        if before != other_before:
-            raise BadRow(
-                "different prompts",
-                f"what stands before the answer is not the same in {first!r} and {second!r}",
-            )
-        return before, answer, other_answer
 
     def _chat(
         self, row: Row, folder: Path | None, turns: Turns, first: Turns, second: Turns
@@ -240,6 +201,91 @@ class PreferenceParser:
             refs.append(shown + more)
         pair = TextPair(Text(before, True), (texts[0], texts[1]), (refs[0], refs[1]), shown)
         return pair, before
+
+
+def candidate_columns(row: Row, given: tuple[str, str] = ("chosen", "rejected")) -> tuple[str, str]:
+    """Return the columns of the candidates' texts: candidate0 and candidate1, or ``given``.
+
+    Raises:
+        BadRow: One is missing.
+    """
+    unordered = "candidate0" in row or "candidate1" in row
+    names = ("candidate0", "candidate1") if unordered else given
+    for name, setting in zip(names, ("chosen_column", "rejected_column"), strict=True):
+        if name not in row:
+            raise missing_column(name, row, setting=setting)
+    return names
+
+
+class PairTexts(NamedTuple):
+    """A prompt and two answers as plain text."""
+
+    prompt: str
+    first: str
+    second: str
+
+
+class PairTurns(NamedTuple):
+    """The turns of a prompt, and those of either answer alone."""
+
+    prompt: Turns
+    first: Turns
+    second: Turns
+
+
+def split_pair(
+    row: Row,
+    prompt_column: str,
+    names: tuple[str, str],
+    *,
+    as_chat: bool = False,
+    hh_as_chat: bool = False,
+) -> PairTexts | PairTurns:
+    """Tell the prompt of a pair from its answers; options as in `PreferenceDataModule`.
+
+    Raises:
+        BadRow: A column holds something else, or nothing is left of an answer.
+    """
+    prompt = row.get(prompt_column)
+    if any(isinstance(value, list | tuple) for value in (prompt, *(row[name] for name in names))):
+        return _conversations(row, prompt_column, *names)
+    texts = text_of(row, names[0]), text_of(row, names[1])
+    if prompt is None:
+        if hh_as_chat and is_transcript(texts[0]) and is_transcript(texts[1]):
+            return PairTurns(*split_messages(*map(transcript_messages, texts)))
+        prompt, *answers = split_texts(*texts)
+    else:
+        prompt = text_of(row, prompt_column, allow_empty=True)
+        answers = list(texts)
+        if repeat_prompt(prompt, *texts, in_chat=as_chat):
+            answers = [text.removeprefix(prompt) for text in texts]
+    for name, answer in zip(names, answers, strict=True):
+        if not answer.strip():
+            raise BadRow("empty text", f"column {name!r} has nothing after the shared prompt")
+    if not as_chat:
+        return PairTexts(prompt, *answers)
+    first, second = ((_turn("assistant", answer),) for answer in answers)
+    return PairTurns(_user(prompt), first, second)
+
+
+def _conversations(row: Row, prompt_column: str, first: str, second: str) -> PairTurns:
+    """Return the turns of the prompt, and those of either answer alone."""
+    candidates = _turns(row, first), _turns(row, second)
+    prompt = row.get(prompt_column)
+    if isinstance(prompt, str | None):
+        given = _user(prompt or "")
+    else:
+        given = read_messages(prompt, prompt_column)
+    if not given:
+        return PairTurns(*split_messages(*candidates))
+    before, answer = without_prompt(given, candidates[0], first)
+    other_before, other_answer = without_prompt(given, candidates[1], second)
+    if before != other_before:
+        raise BadRow(
+            "different prompts",
+            f"what stands before the answer is not the same in {first!r} and {second!r}",
+        )
+    return PairTurns(before, answer, other_answer)
 
 
 def tokenize_pairs(

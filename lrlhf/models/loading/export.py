@@ -53,13 +53,10 @@ def save_model(
         weights = merged_state_dict(plain, keep=folder is not None)
     if folder is None:
         return
-    if weights is None:
-        plain.save_pretrained(folder)
-    else:
-        skeleton = skeleton_of(plain)
-        # what ``from_pretrained`` did to names and shapes, which is undone here
-        vars(skeleton).update(_conversions_of(plain))
-        skeleton.save_pretrained(folder, state_dict=weights)
+    written = plain if weights is None else skeleton_of(plain)
+    # what ``from_pretrained`` did to names and shapes, which is undone here
+    vars(written)[_CONVERSIONS] = _conversions_of(plain)
+    written.save_pretrained(folder, state_dict=weights)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 
@@ -202,9 +199,17 @@ def _dense(layer: nn.Module) -> dict[str, Tensor]:
     return {**parts, "weight": dequantize_bnb_weight(quantised, state).detach()}
 
 
-def _conversions_of(model: PreTrainedModel) -> dict[str, Any]:
-    """Return what ``from_pretrained`` noted on a model about names; empty: it was not loaded so."""
-    return {key: value for key, value in vars(model).items() if key == _CONVERSIONS}
+def _conversions_of(model: PreTrainedModel) -> list[Any]:
+    """Return what ``from_pretrained`` does to the names and shapes of a model's weights."""
+    noted = vars(model).get(_CONVERSIONS)
+    if noted is None:
+        # of a model that was built from its config; see `revert_weight_conversion`
+        known = get_model_conversion_mapping(model, add_legacy=False)
+        noted = [one for one in known if not isinstance(one, PrefixChange)]
+    # the body of some families is noted to rename again what the model has renamed: undone twice,
+    # it leaves names that no checkpoint has (language_model.model.model of Qwen2-Audio)
+    done = [one.source_patterns for one in noted if one.scope_prefix is None]
+    return [one for one in noted if one.scope_prefix is None or one.source_patterns not in done]
 
 
 class CheckpointNames:
@@ -217,12 +222,7 @@ class CheckpointNames:
 
     def __init__(self, model: PreTrainedModel, names: Iterable[str]) -> None:
         self._model = model
-        conversions = _conversions_of(model).get(_CONVERSIONS)
-        if conversions is None:
-            # of a model that was built from its config; see `revert_weight_conversion`
-            known = get_model_conversion_mapping(model, add_legacy=False)
-            conversions = [one for one in known if not isinstance(one, PrefixChange)]
-        undone = [conversion.reverse_transform() for conversion in reversed(conversions)]
+        undone = [one.reverse_transform() for one in reversed(_conversions_of(model))]
         self._renamings = [one for one in undone if isinstance(one, WeightRenaming)]
         self._converters = [one for one in undone if isinstance(one, WeightConverter)]
         self._sizes = Counter(self._renamed(name)[0] for name in names)

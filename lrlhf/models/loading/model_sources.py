@@ -169,8 +169,9 @@ def _model_at(path: Path, source: str) -> Path:
         return path
     if (path / "adapter_config.json").is_file():
         raise SourceError(
-            f"source {source!r} holds a LoRA adapter without its base model. Merge the adapter "
-            "into the model first (peft: merge_and_unload), and give that folder."
+            f"source {source!r} holds a LoRA adapter without its base model. To train it further, "
+            "give the base model as source and this folder as lora.source; else merge it into the "
+            "model first (peft: merge_and_unload), and give that folder."
         )
     return _model_at(_only_gguf(path, source), source)
 

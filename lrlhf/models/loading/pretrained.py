@@ -6,7 +6,6 @@ import difflib
 import importlib.util
 import logging
 import re
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -15,13 +14,13 @@ from typing import Any, Literal
 
 import peft
 import torch
-from peft.utils.constants import EMBEDDING_LAYER_NAMES
 from torch import nn
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     BitsAndBytesConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -32,6 +31,7 @@ from transformers import (
 from lrlhf.arguments import brief
 from lrlhf.models.backbone import allow_packing, keep_attention
 from lrlhf.models.compiling import compile_layers
+from lrlhf.models.loading.adapters import LoRA, add_adapters, stored_adapters
 from lrlhf.models.loading.dropout import clear_dropout, silence_dropout
 from lrlhf.models.loading.export import check_mergeable
 from lrlhf.models.loading.model_sources import (
@@ -42,30 +42,13 @@ from lrlhf.models.loading.model_sources import (
 )
 from lrlhf.models.loading.recomputing import recompute
 from lrlhf.models.loading.tokenization import load_processor, load_tokenizer
-from lrlhf.models.loading.unread import build_unread, standing_in
-from lrlhf.models.media_inputs import vision_encoder
-from lrlhf.models.output_head import body_of, check_output_head, is_tied
+from lrlhf.models.loading.unread import build_unread
+from lrlhf.models.media_inputs import placeholder_ids, vision_encoder
+from lrlhf.models.output_head import body_of, check_output_head
 
 logger = logging.getLogger(__name__)
 
 DType = Literal["float32", "bfloat16", "float16", "auto"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoRA:
-    """Low-rank adapters: only they are trained, the model's own weights stay as they are."""
-
-    r: int = 16
-    """Rank of every adapter."""
-    alpha: int = 32
-    """Adapters are scaled by ``alpha / r``."""
-    dropout: float = 0.0
-    """Dropout in front of the adapters, active in training mode only."""
-    target_modules: str | list[str] = "all-linear"
-    """Names (or one regular expression) of the layers that get one. ``all-linear``: all but the
-    output head, routers of a kind of their own, and what state spaces read without calling it."""
-    modules_to_save: list[str] | None = None
-    """Further modules that are trained in full, as a copy."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -131,7 +114,7 @@ class PretrainedSpec:
         return load_tokenizer(self.source, **self.of_hub)
 
     def load_processor(self) -> ProcessorMixin | None:
-        """Load what turns images and videos into the model's input; None of a text model."""
+        """Load what turns media into the model's input; None of a text model."""
         return load_processor(self.source, **self.of_hub)
 
 
@@ -158,11 +141,15 @@ class CausalLM(PretrainedSpec):
 
 def language_model_class(config: PreTrainedConfig) -> Any:
     """Return the auto class of a model with an output head."""
-    seeing = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return AutoModelForImageTextToText if seeing else AutoModelForCausalLM
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText
+    hearing = "audio" in placeholder_ids(config)
+    return AutoModelForMultimodalLM if hearing else AutoModelForCausalLM
 
 
-def load_pretrained(spec: PretrainedSpec, auto_class: Any, *, trainable: bool) -> PreTrainedModel:
+def load_pretrained(
+    spec: PretrainedSpec, auto_class: Any, *, trainable: bool, new: Sequence[str] = ()
+) -> PreTrainedModel:
     """Load the weights that ``spec`` names into the class that ``auto_class`` picks, no adapters.
 
     Args:
@@ -170,6 +157,8 @@ def load_pretrained(spec: PretrainedSpec, auto_class: Any, *, trainable: bool) -
         auto_class: ``AutoModel``, ``AutoModelForCausalLM``, ...
         trainable: Whether the weights will be trained, which a quantised model cannot without
             adapters.
+        new: Names of layers that the source may lack, which are then as ``transformers`` draws
+            them.
 
     Raises:
         ValueError: The source leads to no model, or lacks weights that the class needs.
@@ -201,7 +190,7 @@ def load_pretrained(spec: PretrainedSpec, auto_class: Any, *, trainable: bool) -
         built = build_unread(load, location, config, exotic=_exotic(spec), of_hub=spec.of_hub)
         model: PreTrainedModel
         model, report = built or load()
-    _check_complete(report, spec.source, type(model).__name__)
+    _check_complete(report, spec.source, type(model).__name__, new)
     _keep_4_bit_layout(model)
     if not spec.dropout:
         silence_dropout(model)
@@ -235,11 +224,11 @@ def finish_for_training(
         return model.requires_grad_(False)
     freeze_modules(body_of(model), spec.freeze)
     finished: PreTrainedModel | peft.PeftModel = model
-    if spec.freeze_vision:
-        vision_encoder(model).requires_grad_(False)
     if spec.lora is not None:
-        finished = _with_adapters(model, spec.lora, task_type, skip=_skipped(model, spec))
+        finished = add_adapters(model, spec.lora, task_type, skip=_skipped(model, spec))
         check_mergeable(finished)
+    if spec.freeze_vision:  # with the adapters that were trained on it before
+        vision_encoder(model).requires_grad_(False)
     recompute(
         model,
         spec.gradient_checkpointing,
@@ -254,6 +243,9 @@ def _exotic(spec: PretrainedSpec) -> str | None:
     """Say what keeps a model's weights from being read in parts."""
     if spec.quantization is not None:
         return "its weights are quantised as they are loaded"
+    adapters = None if spec.lora is None else spec.lora.source
+    if adapters is not None and stored_adapters(adapters).modules_to_save:
+        return "its adapters replace some of them"
     return "its own code may compute what no file holds" if spec.trust_remote_code else None
 
 
@@ -310,42 +302,6 @@ def _maps_vectors(layer: nn.Linear) -> bool:
     return isinstance(result, torch.Tensor) and result.shape == (1, layer.out_features)
 
 
-def _with_adapters(
-    model: PreTrainedModel, lora: LoRA, task_type: str, *, skip: str | None
-) -> peft.PeftModel:
-    _refuse_tied_embeddings(model, lora)
-    config = peft.LoraConfig(
-        task_type=task_type,
-        r=lora.r,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=lora.target_modules,
-        exclude_modules=skip,
-        modules_to_save=lora.modules_to_save,
-    )
-    try:
-        with warnings.catch_warnings():
-            # it looks for the ranks of stacked experts among modules, where they are not
-            warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not")
-            with standing_in(model):
-                return peft.get_peft_model(model, config)
-    except ValueError as error:
-        raise ValueError(f"lora does not fit {type(model).__name__}: {error}") from error
-
-
-def _refuse_tied_embeddings(model: PreTrainedModel, lora: LoRA) -> None:
-    """Adapting one end of a tied pair would untie it, and the saved model with it."""
-    named = [lora.target_modules] if isinstance(lora.target_modules, str) else lora.target_modules
-    tied = is_tied(model)
-    ends = {name.split(".")[-1] for name in [*named, *(lora.modules_to_save or [])]}
-    ends &= set(EMBEDDING_LAYER_NAMES)
-    if tied and ends:
-        raise ValueError(
-            f"lora: {', '.join(sorted(ends))} shares its weights with the other end of the model "
-            "(tie_word_embeddings). Leave it out of target_modules and modules_to_save."
-        )
-
-
 def _keep_4_bit_layout(model: nn.Module) -> None:
     """Keep bitsandbytes from packing 4-bit weights anew in the first pass of an evaluation.
 
@@ -376,9 +332,12 @@ def _bitsandbytes(spec: PretrainedSpec) -> BitsAndBytesConfig | None:
     )
 
 
-def _check_complete(report: Mapping[str, Any], source: str, class_name: str) -> None:
+def _check_complete(
+    report: Mapping[str, Any], source: str, class_name: str, new: Sequence[str]
+) -> None:
     """Refuse weights left at random; a pooling layer is allowed to be new, nothing uses it."""
-    missing = sorted(key for key in report["missing_keys"] if "pooler" not in key)
+    keys = [key for key in report["missing_keys"] if "pooler" not in key]
+    missing = sorted(key for key in keys if set(key.split(".")).isdisjoint(new))
     wrong = sorted(str(entry) for entry in report["mismatched_keys"])
     if missing or wrong:
         raise ValueError(

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from huggingface_hub import snapshot_download
 from peft import PeftModel
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
@@ -25,6 +26,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from lrlhf.models.heads import HeadConfig
 from lrlhf.models.loading.export import merged_state_dict, save_model, skeleton_of
@@ -143,12 +145,30 @@ def _save_headed(
         weights["score.weight"] = heads[f"{scorer.head_names[0]}.{_SCORE}"]
         classifier.config.pad_token_id = tokenizer.pad_token_id
         classifier.save_pretrained(folder, state_dict=weights)
+        _write_index(folder)
         tokenizer.save_pretrained(folder)
     (folder / HEAD_CONFIG).write_text(
         json.dumps(dataclasses.asdict(scorer.config), indent=2) + "\n", encoding="utf-8"
     )
     heads = {name: weight.contiguous() for name, weight in heads.items()}
     save_file(heads, folder / HEAD_WEIGHTS, metadata={"format": "pt"})
+
+
+def _write_index(folder: Path) -> None:
+    """Name the classifier's file as the only one with weights.
+
+    Without an index vLLM would read the heads beside it as well, which the classifier has not.
+    """
+    path = folder / SAFE_WEIGHTS_NAME
+    if not path.is_file():  # several files, which have an index
+        return
+    with safe_open(path, framework="pt") as file:
+        names = sorted(file.keys())
+    index = {
+        "metadata": {"total_size": path.stat().st_size},
+        "weight_map": dict.fromkeys(names, SAFE_WEIGHTS_NAME),
+    }
+    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
 def _plain_classifier(scorer: HeadedBackbone) -> PreTrainedModel | None:

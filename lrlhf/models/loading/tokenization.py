@@ -53,7 +53,7 @@ def load_tokenizer(
 def load_processor(
     source: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> ProcessorMixin | None:
-    """Load what turns images and videos into the input of the model ``source``.
+    """Load what turns images, videos and audio into the input of the model ``source``.
 
     Args:
         source: As in :func:`lrlhf.models.resolve_source`.
@@ -64,7 +64,7 @@ def load_processor(
         What does so; None where the model reads text only.
 
     Raises:
-        ValueError: The model sees images, and its processor cannot be loaded.
+        ValueError: The model takes media, and its processor cannot be loaded.
     """
     config = load_config(source, revision=revision, trust_remote_code=trust_remote_code)
     if not placeholder_ids(config):
@@ -80,10 +80,10 @@ def load_processor(
             reason = error
     if not isinstance(processor, ProcessorMixin):
         raise ValueError(
-            f"source {source!r} is a vision-language model without a usable processor "
+            f"source {source!r} is a multimodal model without a usable processor "
             f"({reason or f'it has a {type(processor).__name__} only'}); put its "
             "preprocessor_config.json and processor_config.json beside the model, and install "
-            "what it may need: pip install 'lrlhf[vision]'"
+            "what it may need: pip install 'lrlhf[vision,audio]'"
         ) from reason
     return processor
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from lrlhf.statistics.intervals import mean_interval
+from lrlhf.statistics.proportions import Outcomes, share_interval
 
 
 class Measurement(NamedTuple):
@@ -20,6 +21,8 @@ class Measurement(NamedTuple):
     high: float
     number: int
     """Of independent observations behind it, such as prompts; 0: not known."""
+    headline: bool = False
+    """Log its interval too, as of what measures answers."""
 
 
 @runtime_checkable
@@ -31,9 +34,18 @@ class HasMeasurements(Protocol):
 
 def measured_mean(name: str, values: Sequence[float]) -> Measurement:
     """Return the mean of one value of each prompt, NaN left out."""
-    is_share = name.rpartition("/")[2].split("@")[0] in ("pass", "maj", "truncated_fraction")
+    what = name.rpartition("/")[2].split("@")[0]
+    is_share = what in ("pass", "maj", "truncated_fraction")
     bounds = (0.0, 1.0) if is_share else (-math.inf, math.inf)
-    return Measurement(name, *mean_interval(values, bounds=bounds))
+    found = mean_interval(values, bounds=bounds)
+    return Measurement(name, *found, headline=what in ("score", "pass", "maj"))
+
+
+def measured_share(name: str, found: Outcomes) -> Measurement:
+    """Return a share with Wilson's interval, by the number of clusters."""
+    share = sum(found.outcomes) / len(found.outcomes)
+    low, high = share_interval(*found)
+    return Measurement(name, share, low, high, len({*found.clusters}), headline=True)
 
 
 def logged_values(found: Iterable[Measurement]) -> dict[str, float]:
@@ -41,7 +53,6 @@ def logged_values(found: Iterable[Measurement]) -> dict[str, float]:
     values = {}
     for one in found:
         values[one.name] = one.value
-        headline = one.name.rpartition("/")[2].split("@")[0] in ("score", "pass", "maj")
-        if headline and not math.isnan(one.low):
+        if one.headline and not math.isnan(one.low):
             values |= {f"{one.name}_low": one.low, f"{one.name}_high": one.high}
     return values

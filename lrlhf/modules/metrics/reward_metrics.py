@@ -25,6 +25,8 @@ METRICS = (
     *("length_correlation", "tie_gap", "tie_threshold", "three_way_accuracy"),
 )
 """All that an evaluation may find of a head."""
+OF_SOURCES = ("loss", "accuracy", *INTERVAL, "margin")
+"""What is told of each source of a mixture."""
 _CALIBRATION_BINS = 20  # even, so that no bin lies across one half
 
 
@@ -54,6 +56,13 @@ class RewardSummary(NamedTuple):
     heads: dict[str, HeadPairs]
     sets: Mapping[int, RewardSummary] = MappingProxyType({})
     """Of the pairs of each validation set, by its number."""
+    sources: Mapping[int, RewardSummary] = MappingProxyType({})
+    """Of the pairs of each source of a mixture, by its number."""
+
+    @property
+    def in_brief(self) -> dict[str, float]:
+        """What `OF_SOURCES` names, of each head."""
+        return {k: value for k, value in self.metrics.items() if k.split("/")[0] in OF_SOURCES}
 
 
 class RewardMetrics(Metric):
@@ -62,24 +71,22 @@ class RewardMetrics(Metric):
     Args:
         head_names: Names of the heads, in the order of the scores' columns.
         head_weights: Weight of each head in the loss.
-        by_set: Sum up the pairs of each validation set too.
     """
 
     full_state_update = False
     pairs: list[Tensor]
     lengths: list[Tensor]
     sets: list[Tensor]
+    sources: list[Tensor]
 
-    def __init__(
-        self, head_names: Sequence[str], head_weights: Sequence[float], *, by_set: bool = False
-    ) -> None:
+    def __init__(self, head_names: Sequence[str], head_weights: Sequence[float]) -> None:
         super().__init__()
-        self.by_set = by_set
         self.head_names = tuple(head_names)
         self.head_weights = tuple(head_weights)
         self.add_state("pairs", default=[], dist_reduce_fx="cat")
         self.add_state("lengths", default=[], dist_reduce_fx="cat")
         self.add_state("sets", default=[], dist_reduce_fx="cat")
+        self.add_state("sources", default=[], dist_reduce_fx="cat")
 
     def update(
         self,
@@ -89,6 +96,7 @@ class RewardMetrics(Metric):
         labels: Tensor,
         lengths: Tensor,
         number: int = -1,
+        sources: Tensor | None = None,
     ) -> None:
         """Add a batch.
 
@@ -99,11 +107,16 @@ class RewardMetrics(Metric):
             labels: 1: candidate 0 is better, -1: candidate 1, 0: equal, NaN: no label; [B, H].
             lengths: Tokens of both candidates, [B, 2].
             number: Of the validation set that they are from, which is summed up too; -1: of none.
+            sources: Numbers [B] of the sources of the mixture that they are from, which are summed
+                up too; -1, and None: of none.
         """
         columns = (scores0, scores1, labels, losses)
         self.pairs.append(torch.stack([column.detach().float() for column in columns], dim=-1))
         self.lengths.append(lengths.float())
         self.sets.append(torch.full((len(lengths),), number, device=lengths.device))
+        self.sources.append(
+            torch.full_like(self.sets[-1], -1) if sources is None else sources.to(lengths.device)
+        )
 
     def update_with_nothing(self) -> None:
         """Take part in the sum although this rank may have seen no pair.
@@ -116,7 +129,8 @@ class RewardMetrics(Metric):
 
     def seen(self) -> dict[str, Tensor]:
         """Return this rank's pairs since the last reset, on the CPU; empty: there are none."""
-        states = {"pairs": self.pairs, "lengths": self.lengths} if self.pairs else {}
+        kept = {"pairs": self.pairs, "lengths": self.lengths, "sources": self.sources}
+        states = kept if self.pairs else {}
         return {name: dim_zero_cat(state).cpu() for name, state in states.items()}
 
     def resume(self, seen: Sequence[Mapping[str, Tensor]], ranks: Collectives) -> None:
@@ -127,19 +141,30 @@ class RewardMetrics(Metric):
         for part in filter(None, own):
             pairs, lengths = (part[name].to(self.device) for name in ("pairs", "lengths"))
             scores0, scores1, labels, losses = pairs.unbind(dim=-1)
-            self.update(scores0, scores1, losses, labels, lengths)
+            self.update(scores0, scores1, losses, labels, lengths, sources=part.get("sources"))
 
     def compute(self) -> RewardSummary:
         """Return every metric that the collected pairs define, and the pairs themselves."""
-        pairs, lengths = dim_zero_cat(self.pairs), dim_zero_cat(self.lengths)
-        if not self.by_set:
-            return self._summary(pairs, lengths)
-        sets = dim_zero_cat(self.sets)
-        own = {
-            number: self._summary(pairs[sets == number], lengths[sets == number])
-            for number in sorted({*sets.tolist()} - {-1})
-        }
-        return self._summary(pairs, lengths)._replace(sets=own)
+        states = (self.pairs, self.lengths, self.sets, self.sources)
+        pairs, lengths, sets, sources = map(dim_zero_cat, states)
+
+        def parts(numbers: Tensor, among: Tensor) -> dict[int, Tensor]:
+            found = sorted({*numbers[among].tolist()} - {-1})
+            return {number: among & (numbers == number) for number in found}
+
+        def summary(rows: Tensor, mixed: Tensor) -> RewardSummary:
+            """Sum up some rows, and the sources of some of them."""
+            own = parts(sources, mixed).items()
+            return self._summary(pairs[rows], lengths[rows])._replace(
+                sources={number: self._summary(pairs[one], lengths[one]) for number, one in own}
+            )
+
+        everything = torch.ones_like(sets, dtype=torch.bool)
+        named = parts(sets, everything).items()
+        # sources are numbered within their set
+        return summary(everything, sets == -1)._replace(
+            sets={number: summary(rows, rows) for number, rows in named}
+        )
 
     def _summary(self, pairs: Tensor, lengths: Tensor) -> RewardSummary:
         heads = {name: _head_pairs(pairs[:, i], lengths) for i, name in enumerate(self.head_names)}

@@ -112,7 +112,7 @@ def measure_update(
     low, high = (math.inf, math.inf) if bounds is None else bounds
     measured = policy_metrics(logprobs, old, mask, clip_low=low, clip_high=high)
     metrics.add("policy/approx_kl", measured.approx_kl * tokens, tokens)
-    if loss.level == "sequence":
+    if loss.level == "sequence" and not loss.clips_tokens:
         normalized = loss.options.get("length_normalized", False)
         ratio, counted = (
             sequence_ratio(logprobs, old, mask, length_normalized=normalized),

@@ -22,6 +22,7 @@ from lrlhf.modules.metrics.metric_sums import MetricSums
 from lrlhf.modules.metrics.reward_metrics import (
     INTERVAL,
     METRICS,
+    OF_SOURCES,
     RewardMetrics,
     RewardSummary,
     fit_tie_threshold,
@@ -32,7 +33,7 @@ from lrlhf.modules.optimizers import OptimizerAndScheduler, OptimizerConfig
 from lrlhf.modules.pairs.pair_losses import PairObjective
 from lrlhf.modules.pairs.pair_records import bad_place, score_records, step_records
 from lrlhf.modules.pairs.pair_step import MicroBatch, PairMean, PairScores, PairStep
-from lrlhf.modules.validation_sets import set_names
+from lrlhf.modules.validation_sets import set_names, source_names
 from lrlhf.run import Collectives, gradients_of, seed_everything_for
 from lrlhf.run.lightning_internals import trainer_of
 from lrlhf.types import PreferenceBatch
@@ -103,7 +104,7 @@ class PairModule(TrainingModule):
         self.tie_thresholds: Tensor
         self.register_buffer("tie_thresholds", torch.full((len(weights),), torch.nan))
         self.train_metrics = RewardMetrics(self.head_names, weights)
-        self.eval_metrics = RewardMetrics(self.head_names, weights, by_set=True)
+        self.eval_metrics = RewardMetrics(self.head_names, weights)
         self.measurements: list[Measurement] = []
         """What the last evaluation has found."""
         self.stateful["pairs"] = _UnloggedPairs(self, self.train_metrics)
@@ -151,7 +152,7 @@ class PairModule(TrainingModule):
         """Return a micro-batch's share of the step's loss, see `PairStep`."""
         seed_everything_for(*seed)
         scores, further, values = self.outputs_of(batch)
-        losses = self._measured(scores, batch, self.train_metrics)
+        losses = self._measured(scores, batch, self.train_metrics, source_names(self.trainer))
         total = (losses * self.head_weights).sum()
         if further is not None:
             total = total + further.sum()
@@ -163,11 +164,18 @@ class PairModule(TrainingModule):
         return self._step.add(total, taken, Collectives(self.trainer))
 
     def _measured(
-        self, scores: PairScores, batch: PreferenceBatch, metrics: RewardMetrics, number: int = -1
+        self,
+        scores: PairScores,
+        batch: PreferenceBatch,
+        metrics: RewardMetrics,
+        named: Mapping[str, str],
+        number: int = -1,
     ) -> Tensor:
         losses = self.objective(*scores, batch.labels, batch.margin)
         lengths = torch.stack([batch.candidate0.lengths, batch.candidate1.lengths], dim=-1)
-        metrics.update(*scores, losses, batch.labels, lengths, number)
+        numbers = {source: index for index, source in enumerate(named)}
+        sources = [numbers.get(str(info.get("source")), -1) for info in batch.info]
+        metrics.update(*scores, losses, batch.labels, lengths, number, torch.tensor(sources))
         return losses
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -230,8 +238,9 @@ class PairModule(TrainingModule):
     ) -> dict[str, Any]:
         del batch_idx
         scores = self.score_pairs(batch)
-        named = set_names(self.trainer)[dataloader_idx]
-        self._measured(scores, batch, self.eval_metrics, dataloader_idx if named else -1)
+        number = dataloader_idx if set_names(self.trainer)[dataloader_idx] else -1
+        named = source_names(self.trainer, dataloader_idx)
+        self._measured(scores, batch, self.eval_metrics, named, number)
         return {"records": score_records(scores, batch, self.head_names, self.tokenizer)}
 
     test_step = validation_step
@@ -263,10 +272,20 @@ class PairModule(TrainingModule):
     def evaluation_names(self) -> set[str]:
         """Return the names of all metrics that evaluations may log."""
         heads = self.head_names if len(self.head_names) > 1 else ()
-        names = {*METRICS, *(f"{name}/{head}" for name in METRICS for head in heads)}
-        sets = set_names(self.trainer)
-        prefixes = {prefix for one in sets for prefix in ("", f"{one}/" if one else "")}
-        return {f"eval/{prefix}{name}" for prefix in prefixes for name in names}
+        sets = [*enumerate(set_names(self.trainer))]
+        prefixes = {prefix for _, one in sets for prefix in ("", _of_set(one))}
+        sources = {
+            f"{_of_set(one)}{_of_source(source)}"
+            for index, one in sets
+            for source in source_names(self.trainer, index).values()
+        }
+        return {
+            f"eval/{prefix}{name}{head}"
+            for among, names in ((prefixes, METRICS), (sources, OF_SOURCES))
+            for prefix in among
+            for name in names
+            for head in ("", *(f"/{head}" for head in heads))
+        }
 
     # ---- logging
 
@@ -285,17 +304,32 @@ class PairModule(TrainingModule):
 
     def _training_values(self) -> dict[str, float]:
         """Sum up the pairs since the last call, all ranks together; empty: there are none."""
-        metrics = self._compute(self.train_metrics).metrics
+        summary = self._compute(self.train_metrics)
+        metrics = dict(summary.metrics)
         loss = {"train/loss": metrics.pop("loss")} if metrics else {}
-        kept = {k: v for k, v in metrics.items() if k.split("/")[0] not in INTERVAL}
-        return {**loss, **{self.train_name(k): v for k, v in kept.items()}}
+        parts = {"": metrics} | self._by_source(summary, None)
+        return loss | {
+            self.train_name(f"{at}{k}"): value
+            for at, own in parts.items()
+            for k, value in own.items()
+            if k.split("/")[0] not in INTERVAL
+        }
+
+    def _by_source(self, summary: RewardSummary, index: int | None) -> dict[str, dict[str, float]]:
+        """Return what is told of each source of a mixture, see `source_names`."""
+        names = [*source_names(self.trainer, index).values()]
+        found = summary.sources.items()
+        return {_of_source(names[number]): own.in_brief for number, own in found}
 
     def _log_evaluation(self, stage: str, summary: RewardSummary) -> None:
         names = set_names(self.trainer)
-        parts = {f"{stage}/": self._evaluation_values(summary)} | {
-            f"{stage}/{names[number]}/": self._evaluation_values(own)
-            for number, own in summary.sets.items()
-        }
+        sets = [("", 0, summary)] + [(names[i], i, own) for i, own in summary.sets.items()]
+        parts = {}
+        for name, index, own in sets:
+            at = f"{stage}/{_of_set(name)}"
+            parts[at] = self._evaluation_values(own)
+            for source, values in self._by_source(own, index).items():
+                parts[f"{at}{source}"] = values
         logged = {f"{at}{key}": value for at, own in parts.items() for key, value in own.items()}
         # equal on all ranks already; sync_dist says so to Lightning
         self.log_dict(logged, batch_size=1, sync_dist=True)
@@ -319,6 +353,16 @@ class PairModule(TrainingModule):
         summary: RewardSummary = metrics.compute()
         metrics.reset()
         return summary
+
+
+def _of_set(name: str) -> str:
+    """Return what the metrics of a validation set begin with, after ``eval/``."""
+    return f"{name}/" if name else ""
+
+
+def _of_source(name: str) -> str:
+    """Return what the metrics of a source of a mixture begin with, after those of its set."""
+    return f"source/{name}/"
 
 
 class _UnloggedPairs:

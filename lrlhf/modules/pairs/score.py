@@ -71,5 +71,6 @@ def score(
             log_metric=lambda *_: None,
             images=[one.images for one in asked],
             videos=[one.videos for one in asked],
+            audios=[one.audios for one in asked],
         )
     return scores[0] if alone else scores

@@ -10,8 +10,7 @@ from lrlhf.datamodules.rows.chat import read_messages
 from lrlhf.datamodules.rows.columns import text_of
 from lrlhf.datamodules.rows.media_rows import MediaReader
 from lrlhf.datamodules.rows.prompt_rows import DEFAULT_PROMPT_COLUMN, column_or_dialogue
-from lrlhf.media import MediaOptions, MediaProcessor
-from lrlhf.media.decode import read_image, read_video
+from lrlhf.media import MediaOptions, MediaProcessor, read_audio, read_image, read_video
 from lrlhf.modules.prompt_forms import refusal, rows_of
 from lrlhf.types import Prompt
 
@@ -22,6 +21,7 @@ class Asked(NamedTuple):
     prompt: Prompt
     images: list[Any]
     videos: list[Any]
+    audios: list[Any]
 
 
 def prompts_of(
@@ -58,7 +58,7 @@ def _read(row: Mapping[str, Any], reader: MediaReader) -> Asked:
         row, DEFAULT_PROMPT_COLUMN, default=DEFAULT_PROMPT_COLUMN, setting="prompt"
     )
     if isinstance(row[column], str):
-        return Asked(text_of(row, column), [], [])
+        return Asked(text_of(row, column), [], [], [])
     messages = read_messages(row[column], column)
     turns, refs = reader.of_messages(messages, reader.of_columns(row, None), None)
     options = MediaOptions()
@@ -66,4 +66,5 @@ def _read(row: Mapping[str, Any], reader: MediaReader) -> Asked:
         turns,
         [read_image(value, options) for value in refs.images],
         [read_video(value, options) for value in refs.videos],
+        [read_audio(value) for value in refs.audios],
     )

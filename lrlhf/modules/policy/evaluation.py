@@ -5,23 +5,26 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from lrlhf.functional.names import unknown_name
-from lrlhf.modules.metrics.measurement import Measurement, measured_mean
+from lrlhf.modules.metrics.measurement import Measurement, measured_mean, measured_share
 from lrlhf.modules.policy.iteration import Iteration
 from lrlhf.modules.policy.policy_settings import PolicySettings
 from lrlhf.modules.policy.sampler import Sampler
+from lrlhf.modules.policy.teaching import EVALUATED
 from lrlhf.modules.settings import Evaluation
 from lrlhf.rewards import Rewards
 from lrlhf.rewards.functions.one_by_one import UnjudgedError
-from lrlhf.rewards.lookup import ReadsAnswer
+from lrlhf.rewards.lookup import ReadsAnswer, SumsUpAnswers
 from lrlhf.rollout import Collected, Sampling
 from lrlhf.rollout.responses import prompt_token_ids
 from lrlhf.run import Collectives, sample_seeds
 from lrlhf.statistics.repeated_samples import judged_together
-from lrlhf.types import PromptBatch
+from lrlhf.types import PromptBatch, Rollout
 
 _STREAM = 1_000_003
 """Keeps the random numbers of an evaluation apart from those of any training step."""
@@ -37,6 +40,15 @@ class Pass(NamedTuple):
     """What its metrics are called by, such as ``t0.7``; empty: it is the only one."""
     sampling: Sampling
     num_samples: int
+
+
+class _Observed(NamedTuple):
+    """What a function that sums up an evaluation keeps of a response."""
+
+    name: str
+    """Of the function."""
+    groups: tuple[str, ...]
+    value: Any
 
 
 class PromptResult(NamedTuple):
@@ -92,6 +104,8 @@ class Evaluator:
         metrics: What is measured beside it.
         settings: Of the run.
         seed: Seeds the responses, together with the prompt.
+        distance: Measures how far policy and teacher are apart on each response, `[B]` by name;
+            None: there is no teacher.
     """
 
     def __init__(
@@ -102,8 +116,10 @@ class Evaluator:
         settings: PolicySettings,
         *,
         seed: int,
+        distance: Callable[[Rollout, Iteration], dict[str, Tensor]] | None = None,
     ) -> None:
         self._sampler = sampler
+        self._distance = distance
         self._seed = seed
         self._passes = passes_of(settings)
         self._at_once = settings.num_generations
@@ -112,15 +128,24 @@ class Evaluator:
         self._threshold = evaluation.threshold - _ROUNDED * max(1.0, abs(evaluation.threshold))
         self._tried = evaluation.tried
         self._names = [*rewards.names, *(() if metrics is None else metrics.names)]
-        readers = rewards.answer_readers | ({} if metrics is None else metrics.answer_readers)
+        self._names += () if distance is None else EVALUATED
+        functions: dict[str, object] = {
+            **rewards.functions,
+            **({} if metrics is None else metrics.functions),
+        }
+        readers = {name: one for name, one in functions.items() if isinstance(one, ReadsAnswer)}
         self._reader: ReadsAnswer | None = readers.get(self._correct)
         if evaluation.correct is None:
             self._reader = next(iter(readers.values()), None)
+        self._summaries = {
+            name: one for name, one in functions.items() if isinstance(one, SumsUpAnswers)
+        }
         self._results: list[PromptResult] = []
+        self._observed: list[_Observed] = []
 
     def reset(self) -> None:
         """Forget what an evaluation that was broken off has measured."""
-        self._results = []
+        self._results, self._observed = [], []
 
     def answer(self, batch: PromptBatch, batch_idx: int, it: Iteration) -> Collected:
         """Answer each prompt once, in the main way."""
@@ -145,11 +170,15 @@ class Evaluator:
         for one in self._passes:
             seeds = self._seeds(batch, batch_idx, one.num_samples, it)
             prompts = [_Responses() for _ in range(len(batch))]
+            groups = self._groups(one, name)
             for first in range(0, one.num_samples, self._at_once):
                 chosen = [seed for own in seeds for seed in own[first : first + self._at_once]]
                 collected = self._sampler.answer(batch, one.sampling, chosen, it)
-                records += self._taken(collected, prompts, one, first)
-            groups = self._groups(one, name)
+                if self._distance is not None:
+                    collected = collected.with_beside(self._distance(collected.rollout, it))
+                taken = [*self._taken(collected, prompts, one, first)]
+                records += taken
+                self._observe(taken, groups)
             results = (self._measured(responses, one) for responses in prompts)
             self._results += [PromptResult(groups, values) for values in results]
         return records
@@ -162,7 +191,28 @@ class Evaluator:
             for group in result.groups:
                 for name, value in result.values.items():
                     columns[f"eval/{group}{name}"].append(value)
-        return [measured_mean(name, values) for name, values in columns.items()]
+        means = [measured_mean(name, values) for name, values in columns.items()]
+        return [*means, *self._shares(ranks)]
+
+    def _observe(self, records: Sequence[Mapping[str, Any]], groups: tuple[str, ...]) -> None:
+        """Keep of responses what the functions want that sum them up."""
+        for name, function in self._summaries.items():
+            self._observed += [
+                _Observed(name, groups, function.observed(record["completion"], record["columns"]))
+                for record in records
+            ]
+
+    def _shares(self, ranks: Collectives) -> Iterator[Measurement]:
+        """Yield what functions say of the responses of all ranks, and forget these."""
+        found: defaultdict[tuple[str, str], list[Any]] = defaultdict(list)
+        own, self._observed = self._observed, []
+        gathered = ranks.gather(own) if self._summaries else []
+        for one in (entry for of_rank in gathered for entry in of_rank):
+            for group in one.groups:
+                found[group, one.name].append(one.value)
+        for (group, name), values in found.items():
+            for share, outcomes in self._summaries[name].shares(values).items():
+                yield measured_share(f"eval/{group}{name}/{share}", outcomes)
 
     def metric_names(self, sets: Sequence[str]) -> set[str]:
         """Return the names of all metrics that an evaluation of some validation sets can have."""
@@ -171,6 +221,17 @@ class Evaluator:
             values = {_SCORE, *self._names, _LENGTH, _TRUNCATED, *self._names_together(one)}
             prefixes = {group for name in sets for group in self._groups(one, name)}
             names |= {f"eval/{prefix}{value}" for prefix in prefixes for value in values}
+            shares = [
+                f"{name}/{share}"
+                for name, function in self._summaries.items()
+                for share in function.share_names
+            ]
+            names |= {
+                f"eval/{prefix}{share}{end}"
+                for prefix in prefixes
+                for share in shares
+                for end in ("", "_low", "_high")
+            }
         heads = (_SCORE, "pass@", "maj@")
         of_answers = {name for name in names if name.rpartition("/")[2].startswith(heads)}
         return names | {f"{name}_{end}" for name in of_answers for end in ("low", "high")}
@@ -276,6 +337,7 @@ def _values(collected: Collected, row: int) -> dict[str, float]:
     per_function = zip(rewards.names, rewards.per_function[row].tolist(), strict=True)
     return {
         **dict(per_function),
+        **{name: float(column[row]) for name, column in collected.beside.items()},
         _SCORE: float(rewards.scores[row]),
         _LENGTH: float(rollout.response_mask[row].sum()),
         _TRUNCATED: float(rollout.truncated[row]),

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from lrlhf.functional.advantages import has_baseline
 from lrlhf.functional.algorithm import Algorithm, EstimatorInputs
-from lrlhf.functional.kl import kl_estimate
-from lrlhf.functional.masking import last_tokens, masked_mean
+from lrlhf.functional.distillation import TeacherStatistics, teacher_advantages
+from lrlhf.functional.kl import MAX_LOG_RATIO, kl_estimate
+from lrlhf.functional.masking import last_tokens, masked_mean, masked_sum
 from lrlhf.functional.policy import high_entropy_mask
 from lrlhf.modules.metrics.metric_sums import MetricSums
 from lrlhf.modules.policy.importance_sampling import with_importance_weights
@@ -37,8 +38,8 @@ class Sample(NamedTuple):
     scores: Tensor
     """`[B]` float32 on the device of the rollout; NaN: no reward could score the response."""
     columns: dict[str, Tensor]
-    """`[B]` by name: what each reward function gave (``reward/<name>``), and the score of what the
-    algorithm samples beside the responses."""
+    """`[B]` by name: what each reward function gave (``reward/<name>``) and what it counts
+    (``weight/<name>``), and the score of what the algorithm samples beside the responses."""
     filler: Tensor
     """`[B]`, rows that only fill the batch."""
     records: list[dict[str, Any]]
@@ -56,6 +57,8 @@ class Scored(NamedTuple):
     ref_logprobs: Tensor | None
     entropy: Tensor | None
     values: Tensor | None
+    distance: TeacherStatistics | None
+    """To the teacher, where that is in the reward."""
     from_engine: bool
     """Whether ``old_logprobs`` are the engine's, taken as they are."""
 
@@ -112,13 +115,32 @@ def make_experience(
         moments=moments,
         columns=sample.columns,
         metrics=it.metrics,
+        taught=_of_teacher(experience, scored.distance, settings),
     )
+    if settings.sampling.starts_hot and experience.kept_mass is not None:
+        experience = _weighed(experience, it.metrics)
     fraction = settings.update.high_entropy_fraction
     if fraction == 1:
         return experience
     assert scored.entropy is not None
     chosen = high_entropy_mask(scored.entropy, experience.loss_mask, fraction=fraction)
     return replace(experience, selected=chosen, entropy=scored.entropy)
+
+
+def _weighed(experience: Experience, metrics: MetricSums) -> Experience:
+    """Make up for first tokens that were drawn at another temperature.
+
+        A_it ← A_it Π_s π(y_is) / q(y_is)
+
+    A response as a whole comes from another distribution q than the policy's, so all of its tokens
+    get the weight of the response: the gradient is that of responses of the policy. Policy losses
+    are proportional to positive factors of the advantage.
+    """
+    assert experience.kept_mass is not None
+    log_weights = masked_sum(experience.kept_mass.log(), experience.response_mask, 1)
+    weights = log_weights.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    metrics.add_values("importance/first_token", weights.double())
+    return replace(experience, advantages=experience.advantages * weights[:, None])
 
 
 def as_experience(
@@ -158,6 +180,7 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
     moments: ScoreMoments = UNSCALED,
     columns: Mapping[str, Tensor] | None = None,
     metrics: MetricSums | None = None,
+    taught: Tensor | None = None,
 ) -> Experience:
     """Turn the scores of a rollout into advantages per token.
 
@@ -179,6 +202,8 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
         moments: What scores, and those of ``algorithm.beside``, are scaled by.
         columns: ``[B]`` each, further ones for the estimator.
         metrics: Told the share of scores and advantages that were clipped.
+        taught: `[B, T]`, what a teacher adds to the advantages of all responses that are trained
+            on, before they are bounded; None: there is none.
 
     Returns:
         The experience with ``advantages`` (0 outside the response), ``loss_mask``, ``counted``,
@@ -242,6 +267,8 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
         scorable = has_baseline(comparable, num_generations=num_generations)
     observed = mask & scorable[:, None]
     advantages = _normalized(advantages, observed, estimator.normalize, whiten)
+    if taught is not None:
+        advantages, observed = advantages + taught * loss_mask, observed | loss_mask
     return replace(
         experience,
         advantages=_clipped_advantages(advantages, observed, settings.clip, metrics),
@@ -251,22 +278,53 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
     )
 
 
+def _of_teacher(
+    experience: Experience, distance: TeacherStatistics | None, settings: PolicySettings
+) -> Tensor | None:
+    """`[B, T]`: advantages from the distance to the teacher; None: it is not in the reward."""
+    teacher = settings.teacher
+    if distance is None or teacher is None:
+        return None
+    return teacher_advantages(
+        _before_update(experience),
+        distance.logprobs,
+        experience.response_mask,
+        coef=teacher.coef,
+        discount=teacher.discount,
+    )
+
+
+def _before_update(experience: Experience) -> Tensor:
+    """`[B, T]`: log-probabilities of the policy itself, whoever generated the responses."""
+    policy = experience.policy_logprobs
+    policy = experience.old_logprobs if policy is None else policy
+    assert policy is not None
+    return policy
+
+
 def _kl_in_reward(experience: Experience, estimator: str | None) -> Tensor:
     """`[B, T]`: KL to the reference that is subtracted from the reward; 0 where there is none."""
     if estimator is None or experience.ref_logprobs is None:
         return torch.zeros_like(experience.sampling_logprobs)
-    policy = experience.policy_logprobs
-    policy = experience.old_logprobs if policy is None else policy
-    assert policy is not None
-    return kl_estimate(policy, experience.ref_logprobs, estimator=estimator)
+    return kl_estimate(_before_update(experience), experience.ref_logprobs, estimator=estimator)
 
 
-def trained_scores(collected: Collected, settings: Advantage) -> Tensor:
-    """`[B]`: the scores whose differences teach something; NaN where a response is left out."""
-    scores = _clipped_scores(collected.rewards.scores, settings.reward_clip_range, None)
+def trained_scores(collected: Collected, settings: Advantage, *, single: bool = False) -> Tensor:
+    """`[B, K]`: what teaches something where it differs; NaN where a response is left out.
+
+    Args:
+        collected: Responses and their rewards.
+        settings: What is clipped, and who is left out.
+        single: Take every reward that counts by itself; else their sum, and K is 1.
+    """
+    rewards = collected.rewards
+    scores = _clipped_scores(rewards.scores, settings.reward_clip_range, None)
     if settings.truncated == "exclude":
         scores = scores.masked_fill(collected.rollout.truncated.to(scores.device), torch.nan)
-    return scores
+    if not single or rewards.weights is None:
+        return scores[:, None]
+    idle = rewards.weights.nan_to_num(nan=0.0) == 0
+    return rewards.per_function.masked_fill(idle | scores.isnan()[:, None], torch.nan)
 
 
 def _clipped_scores(

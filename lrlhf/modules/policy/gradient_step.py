@@ -16,6 +16,7 @@ from lrlhf.modules.policy.objective import Denominators, PolicyObjective, denomi
 from lrlhf.modules.policy.policy_guard import describe_rows, place_in
 from lrlhf.modules.policy.policy_settings import PolicySettings
 from lrlhf.modules.policy.row_step import RowStep, Stepped
+from lrlhf.modules.policy.teaching import Teaching
 from lrlhf.types import Experience, SequenceBatch
 
 
@@ -125,6 +126,7 @@ class PolicyStep:
         policy: The model; its optimizer is the module's first.
         tokenizer: Writes the rows of a dump.
         settings: Of the run.
+        teaching: The teacher; None: there is none.
     """
 
     stage = "policy"
@@ -134,11 +136,15 @@ class PolicyStep:
         policy: PreTrainedModel | PeftModel,
         tokenizer: PreTrainedTokenizerBase,
         settings: PolicySettings,
+        teaching: Teaching | None = None,
     ) -> None:
-        self.objective = PolicyObjective(policy, settings)
+        self.objective = PolicyObjective(policy, settings, teaching)
         update = settings.update
+        models = [policy]
+        if teaching is not None and teaching.model is not None and teaching.in_loss:
+            models.append(teaching.model.model)
         self.stepped = Stepped(0, "policy", update.max_grad_norm, update.freeze_steps)
-        self._gradient = GradientStep(self.stage, [policy], tokenizer, settings)
+        self._gradient = GradientStep(self.stage, models, tokenizer, settings)
 
     def __call__(
         self, part: Experience, text: SequenceBatch | None, it: Iteration, context: UpdateContext

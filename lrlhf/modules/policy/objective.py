@@ -27,6 +27,7 @@ from lrlhf.modules.policy.importance_sampling import measure_importance, with_im
 from lrlhf.modules.policy.iteration import Iteration, UpdateContext
 from lrlhf.modules.policy.policy_guard import show_probabilities
 from lrlhf.modules.policy.policy_settings import PolicySettings
+from lrlhf.modules.policy.teaching import Teaching, measure_distance
 from lrlhf.modules.settings import Critic
 from lrlhf.types import Experience, SequenceBatch
 
@@ -39,6 +40,7 @@ class LossTerms(NamedTuple):
     policy: Tensor
     kl: Tensor
     entropy: Tensor
+    teacher: Tensor
 
 
 class Denominators(NamedTuple):
@@ -81,6 +83,8 @@ def policy_loss(  # noqa: PLR0913  the terms of the objective
     totals: Denominators,
     max_new_tokens: int,
     entropy: Tensor | None = None,
+    divergence: Tensor | None = None,
+    teacher_coef: float = 0.0,
 ) -> LossTerms:
     """Loss of a micro-batch, as its share of the loss of the whole optimizer step.
 
@@ -95,6 +99,8 @@ def policy_loss(  # noqa: PLR0913  the terms of the objective
         totals: Rows and tokens of the whole optimizer step.
         max_new_tokens: Constant length of Dr. GRPO's normalisation.
         entropy: `[B, T]` of the current policy; None: no bonus.
+        divergence: `[B, T]` from its teacher, with gradient; None: there is none in the loss.
+        teacher_coef: Weight of the divergence.
     """
     mask = experience.loss_mask
     selected = mask if experience.selected is None else experience.selected
@@ -129,8 +135,10 @@ def policy_loss(  # noqa: PLR0913  the terms of the objective
         estimate = kl_estimate(logprobs, experience.ref_logprobs, estimator=kl_estimator)
         kl = share(estimate, mask, totals.tokens)
     bonus = zero if entropy is None else share(entropy, mask, totals.tokens)
-    total = policy + kl_coef * kl - entropy_coef * bonus
-    return LossTerms(total, policy.detach(), kl.detach(), bonus.detach())
+    taught = zero if divergence is None else share(divergence, mask, totals.tokens)
+    total = policy + kl_coef * kl - entropy_coef * bonus + teacher_coef * taught
+    parts = (policy, kl, bonus, taught)
+    return LossTerms(total, *(part.detach() for part in parts))
 
 
 def _with_weighted_gradient(logprobs: Tensor, weights: Tensor | None) -> Tensor:
@@ -175,11 +183,18 @@ class PolicyObjective:
     Args:
         policy: The model.
         settings: Algorithm, update and sampling of the run.
+        teaching: The teacher; None: there is none.
     """
 
-    def __init__(self, policy: PreTrainedModel | PeftModel, settings: PolicySettings) -> None:
+    def __init__(
+        self,
+        policy: PreTrainedModel | PeftModel,
+        settings: PolicySettings,
+        teaching: Teaching | None = None,
+    ) -> None:
         self._policy = policy
         self._settings = settings
+        self._teaching = teaching if teaching and teaching.in_loss else None
 
     def loss(
         self,
@@ -208,6 +223,7 @@ class PolicyObjective:
             self._settings.update,
             self._settings.algorithm.loss,
         )
+        teaching = self._teaching
         out = sequence_outputs(
             self._policy,
             micro,
@@ -216,6 +232,8 @@ class PolicyObjective:
             entropy=update.entropy_coef > 0,
             value_head=value_head,
             router_loss=update.router_loss_coef > 0,
+            teacher=teaching.rows if teaching else None,
+            beta=teaching.settings.beta if teaching else 1.0,
         )
         now = out.logprobs.detach()
         # before anything has moved, the engine's probabilities compare with the policy's
@@ -238,6 +256,8 @@ class PolicyObjective:
             totals=totals,
             max_new_tokens=settings.sampling.max_new_tokens,
             entropy=out.entropy,
+            divergence=out.teacher and out.teacher.divergence,
+            teacher_coef=teaching.settings.coef if teaching else 0.0,
         )
         total = terms.loss
         if out.router_loss is not None:
@@ -249,6 +269,9 @@ class PolicyObjective:
         it.metrics.add("policy/loss", terms.policy, share)
         if context.kl_coef > 0 and not settings.kl_in_reward:
             it.metrics.add("kl/loss", terms.kl, share)
+        if out.teacher is not None:
+            it.metrics.add("teacher/loss", terms.teacher, share)
+            measure_distance(out.teacher, now, micro.loss_mask, it.metrics)
         measure_update(now, out.entropy, micro, it.metrics, loss=loss)
         measure_importance(micro, it.metrics, settings.importance)
         return total, out

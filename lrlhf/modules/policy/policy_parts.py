@@ -34,7 +34,9 @@ from lrlhf.modules.policy.policy_settings import PolicySettings
 from lrlhf.modules.policy.running_moments import RunningMoments, ScoreMoments
 from lrlhf.modules.policy.sampler import Sampler
 from lrlhf.modules.policy.scorer import Scorer
+from lrlhf.modules.policy.teaching import Teaching, measure_distance
 from lrlhf.modules.settings import Reference
+from lrlhf.rewards.no_rewards import NoRewards
 from lrlhf.rewards.rewards import Rewards, as_rewards
 from lrlhf.rollout import RolloutEngine, TransformersEngine
 from lrlhf.rollout.episodes.episode_engine import EpisodeEngine
@@ -50,7 +52,7 @@ class PolicyParts:
     Args:
         module: Whose parts they are; only its seed is read here.
         policy: The model and its readers.
-        rewards: What scores a response.
+        rewards: What scores a response; None: there is only a teacher.
         engine: What generates; None: the policy itself.
         settings: Of the run.
         critic: The value function; None: there is none.
@@ -60,12 +62,12 @@ class PolicyParts:
         self,
         module: TrainingModule,
         policy: LoadedPolicy,
-        rewards: Rewards,
+        rewards: Rewards | None,
         engine: RolloutEngine | None,
         settings: PolicySettings,
         critic: ValueFunction | None = None,
     ) -> None:
-        rewards = as_rewards(rewards)
+        rewards = NoRewards() if rewards is None else as_rewards(rewards)
         self.settings = settings
         self.policy = policy
         self.critic = critic
@@ -80,15 +82,29 @@ class PolicyParts:
         if settings.update.router_loss_coef > 0:
             check_has_experts(policy.model)
         self.reference = load_reference(policy.model, settings)
+        self.teaching = None if settings.teacher is None else Teaching(policy, settings)
         self.moments = RunningMoments()
         metrics = metrics_of(settings.evaluation, rewards)
         self.sampler = Sampler(
             policy, self.engine, rewards, settings, seed=module.seed, metrics=metrics
         )
-        self.evaluator = Evaluator(self.sampler, rewards, metrics, settings, seed=module.seed)
         models = {"policy": policy.model, **({} if critic is None else {"critic": critic.model})}
         self.scorer = Scorer(
-            policy.model, self.reference, self.engine, settings, critic=critic, models=models
+            policy.model,
+            self.reference,
+            self.engine,
+            settings,
+            critic=critic,
+            models=models,
+            teaching=self.teaching,
+        )
+        self.evaluator = Evaluator(
+            self.sampler,
+            rewards,
+            metrics,
+            settings,
+            seed=module.seed,
+            distance=self.scorer.distance if self.teaching else None,
         )
         self._shown_plan = ""
         module.stateful |= {
@@ -143,12 +159,19 @@ class PolicyParts:
         entering = moments.as_they_enter(self.settings.advantage.scale_rewards)
         if self.critic is not None:
             self.critic.follow(entering, step=it.step)
+        sample = sample._replace(rollout=self.scorer.ask_teacher(sample.rollout, it))
         scored = self.scorer(sample.rollout, it, stored=sample.stored, kl_coef=kl_coef)
         exact = self.engine.capabilities.exact
         experience = make_experience(
             sample, scored, moments, self.settings, kl_coef=kl_coef, exact=exact, it=it
         )
         measure_kl(experience, it.metrics)
+        if scored.distance is not None:
+            policy = (
+                scored.old_logprobs if scored.policy_logprobs is None else scored.policy_logprobs
+            )
+            assert policy is not None
+            measure_distance(scored.distance, policy, experience.response_mask, it.metrics)
         if scored.old_logprobs is not None and not (sample.stored or scored.from_engine):
             measure_mismatch(scored.old_logprobs, experience, it.metrics)
         return experience, UpdateContext(
@@ -177,6 +200,8 @@ class PolicyParts:
         """
         advance_schedules(module, freeze_steps)
         module.token_budget.settle(it.ranks.least)
+        if self.teaching is not None:
+            self.teaching.rest()
         mix_reference(self.reference, self.policy.model, self.settings.reference, it)
         log_iteration(module, experience, it)
 
@@ -191,10 +216,18 @@ class PolicyParts:
             self._shown_plan = ""
         self.sampler.reset()
 
-    def shard_reference(self, module: TrainingModule) -> None:
-        """Have the reference split over the ranks as trained models are."""
+    def shard_frozen(self, module: TrainingModule) -> None:
+        """Have reference and teacher split over the ranks as trained models are."""
         if self.reference is not None:
             module.shard_frozen(self.reference, offload=self.settings.reference.offload)
+        if self.teaching is not None and self.teaching.model is not None:
+            module.shard_frozen(self.teaching.model, offload=self.teaching.settings.offload)
+
+    def close(self) -> None:
+        """Give back what engine, rewards and teacher hold."""
+        self.sampler.close()
+        if self.teaching is not None:
+            self.teaching.close()
 
     def summary(self, kl_coef: float) -> dict[str, str]:
         """Say in a few words how responses are made and judged, by name."""
@@ -206,6 +239,7 @@ class PolicyParts:
                 f"{brief(self.engine)}"
             ),
             "rewards": brief(self.rewards),
+            **({} if settings.teacher is None else {"teacher": brief(settings.teacher)}),
         }
 
     def export(self, folder: Path | None) -> None:

@@ -13,6 +13,7 @@ from lrlhf.functional.algorithms import (
     ALGORITHMS,
     ALIASES,
     ESTIMATORS,
+    distillation,
     resolve_algorithm,
     resolve_estimator,
     resolve_policy_loss,
@@ -21,11 +22,17 @@ from lrlhf.functional.algorithms.ppo import PPO_CLIP
 from lrlhf.functional.names import unknown_name
 from lrlhf.modules.policy.batch_plan import largest_divisor
 from lrlhf.modules.policy.importance_sampling import AUTOMATIC, ImportanceSampling
-from lrlhf.modules.settings import Advantage, DynamicSampling, Evaluation, Reference, Update
+from lrlhf.modules.policy.teacher_checks import TOKEN_LOSSES, check_teacher
+from lrlhf.modules.settings import (
+    Advantage,
+    DynamicSampling,
+    Evaluation,
+    Reference,
+    Teacher,
+    Update,
+)
 from lrlhf.rollout import Sampling
 from lrlhf.run import Collectives
-
-_TOKEN_LOSSES = "token_clip, dapo, cispo, reinforce"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +55,7 @@ class PolicySettings:
     max_staleness: int
     allow_truncated_sampling: bool
     episodes: Episodes | None
+    teacher: Teacher | None
 
     @property
     def kl_coef(self) -> float:
@@ -90,6 +98,8 @@ def complete_settings(  # noqa: PLR0913  what the constructors take
     max_staleness: int,
     allow_truncated_sampling: bool,
     episodes: Episodes | None,
+    teacher: Teacher | None = None,
+    scored: bool = True,
 ) -> PolicySettings:
     """Fill in what a constructor was not given, and refuse what does not fit together.
 
@@ -109,10 +119,14 @@ def complete_settings(  # noqa: PLR0913  what the constructors take
         max_staleness: See `RLOO`.
         allow_truncated_sampling: See `RLOO`.
         episodes: See `RLOO`.
+        teacher: See `RLOO`.
+        scored: Whether there are rewards.
 
     Raises:
         ValueError: Two options do not fit together; says what would.
     """
+    if algorithm is None and not scored:
+        algorithm = distillation.ALGORITHM
     chosen = assemble_algorithm(
         algorithm, default=default_algorithm, advantage=advantage, update=update
     )
@@ -135,12 +149,15 @@ def complete_settings(  # noqa: PLR0913  what the constructors take
         max_staleness=max_staleness,
         allow_truncated_sampling=allow_truncated_sampling,
         episodes=episodes,
+        teacher=teacher,
     )
+    check_teacher(teacher, chosen, sampling, scored=scored, different=dynamic_sampling is not None)
     _check_groups(settings)
     _check_sampling(settings)
     _check_levels(settings)
     _check_penalty(settings)
     _check_truncation(settings)
+    _check_scaling(settings)
     if episodes is not None:
         resolve(episodes)
     return settings
@@ -216,7 +233,7 @@ def _with_loss_options(loss: PolicyLoss, update: Update) -> PolicyLoss:
         if given and loss.level == "sequence":
             raise ValueError(
                 f"update.{name} is about tokens, but update.loss {loss.name!r} has one value per "
-                f"response; leave it out, or choose a token loss ({_TOKEN_LOSSES}, …)"
+                f"response; leave it out, or choose a token loss ({TOKEN_LOSSES}, …)"
             )
     return loss._replace(
         options={**loss.options, **update.options}, aggregate=update.aggregate or loss.aggregate
@@ -265,6 +282,12 @@ def _check_sampling(settings: PolicySettings) -> None:
             "temperature 0 are all the same: set evaluation.temperatures or "
             "eval_sampling.temperature above 0"
         )
+    if settings.sampling.starts_hot and settings.sampling.truncates:
+        raise ValueError(
+            "sampling.first_temperature is made up for by weights, which top_p, top_k, min_p and "
+            "min_new_tokens would make nothing of: set them to 1.0, 0, 0.0 and 0, and limit the "
+            "first token with first_top_k"
+        )
     if settings.sampling.penalizes:
         raise ValueError(
             "sampling.repetition_penalty, presence_penalty or frequency_penalty makes responses "
@@ -310,14 +333,14 @@ def _check_levels(settings: PolicySettings) -> None:
         raise ValueError(
             f"update.loss {loss.name!r} takes one advantage per response, but the estimator "
             f"{name!r} gives one per {'turn' if estimator.per_turn else 'token'}; choose a token "
-            f"loss ({_TOKEN_LOSSES})"
+            f"loss ({TOKEN_LOSSES})"
         )
     penalty = settings.kl_in_reward and settings.kl_coef > 0
     if estimator.per_token and (penalty or estimator.options.get("gamma", 1.0) != 1):
         raise ValueError(
             f"update.loss {loss.name!r} takes one advantage per response, but the estimator "
             f"{name!r} with a KL penalty in the reward, or with gamma below 1, gives one per "
-            f"token; choose a token loss ({_TOKEN_LOSSES}), or reference.placement: loss and no "
+            f"token; choose a token loss ({TOKEN_LOSSES}), or reference.placement: loss and no "
             "gamma"
         )
 
@@ -331,8 +354,9 @@ def check_turn_rewards(algorithm: Algorithm) -> None:
     if algorithm.loss.level == "sequence" and algorithm.estimator.uses_turn_rewards:
         raise ValueError(
             f"update.loss {algorithm.loss.name!r} takes one advantage per response, but the "
-            f"environment rewards turns, and the estimator of algorithm {algorithm.name!r} credits "
-            f"each of them; choose a token loss ({_TOKEN_LOSSES}), or advantage.credit: response"
+            f"environment rewards turns, or a reward steps, and the estimator of algorithm "
+            f"{algorithm.name!r} credits each of them; choose a token loss "
+            f"({TOKEN_LOSSES}), or advantage.credit: response"
         )
 
 
@@ -345,6 +369,23 @@ def _check_truncation(settings: PolicySettings) -> None:
         f"the value of a critic, but the estimator {_estimator_name(settings)!r} uses no values: "
         "take ppo, or advantage.truncated: train, exclude or trl"
     )
+
+
+def _check_scaling(settings: PolicySettings) -> None:
+    """Refuse to scale or clip a sum of rewards that is not read."""
+    advantage = settings.advantage
+    if not settings.algorithm.estimator.uses_rewards:
+        return
+    for name, given in (
+        ("reward_clip_range", advantage.reward_clip_range is not None),
+        ("scale_rewards", advantage.scale_rewards != "none"),
+    ):
+        if given:
+            raise ValueError(
+                f"advantage.{name} is about the sum of the rewards, but the estimator "
+                f"{_estimator_name(settings)!r} normalises each reward by itself: leave it out, or "
+                "take grpo"
+            )
 
 
 def _check_penalty(settings: PolicySettings) -> None:

@@ -133,7 +133,8 @@ class Sampler:
             batch,
             num_generations=settings.num_generations,
             temperature=settings.sampling.temperature,
-            allow_truncated_sampling=settings.allow_truncated_sampling,
+            allow_truncated_sampling=settings.allow_truncated_sampling
+            or settings.sampling.starts_hot,
             beside=settings.algorithm.beside,
             step=it.number,
             holds_copy=self._engine.capabilities.holds_copy,
@@ -157,7 +158,8 @@ class Sampler:
         collected = self._generate(prompts, settings.sampling, seeds, it)
         beside: dict[str, Tensor] = {}
         for number, (name, options) in enumerate(settings.algorithm.beside.items()):
-            sampling = replace(settings.sampling, **options)
+            plain = replace(settings.sampling, first_temperature=None, first_top_k=0)
+            sampling = replace(plain, **options)
             stream = _BESIDE_STREAM + number
             seeds = [
                 sample_seeds(self._seed, it.step, stream, first + row, count=1)[0]
@@ -183,7 +185,11 @@ class Sampler:
             batch,
             lambda prompts, first: self._sample_part(prompts, offset + first, it),
             wanted=settings.dynamic_sampling.prompts,
-            scores_of=partial(trained_scores, settings=settings.advantage),
+            scores_of=partial(
+                trained_scores,
+                settings=settings.advantage,
+                single=settings.algorithm.estimator.uses_rewards,
+            ),
             num_generations=settings.num_generations,
             any_rank=it.ranks.any,
         )
@@ -347,6 +353,9 @@ def _as_sample(collected: Collected, filler: Tensor, *, stored: bool) -> Sample:
         f"reward/{name}": column
         for name, column in zip(rewards.names, rewards.per_function.T, strict=True)
     }
+    if rewards.weights is not None:
+        weights = zip(rewards.names, rewards.weights.T, strict=True)
+        columns |= {f"weight/{name}": column for name, column in weights}
     columns |= collected.beside
     return Sample(
         rollout,
@@ -389,6 +398,12 @@ def _measure_age(rollout: Rollout, it: Iteration) -> None:
 def _check_engine(engine: RolloutEngine, settings: PolicySettings) -> None:
     """Refuse responses whose probabilities could not be compared with the policy's."""
     can = engine.capabilities
+    hot = settings.sampling.starts_hot or settings.eval_sampling.starts_hot
+    if hot and not can.tells_kept_mass:
+        raise ValueError(
+            f"sampling.first_temperature: {type(engine).__name__} draws all tokens of a response "
+            "at one temperature: leave it out, or take lrlhf.rollout.TransformersEngine"
+        )
     if settings.sampling.truncates and not can.tells_kept_mass:
         raise ValueError(
             f"sampling.top_p, top_k, min_p or min_new_tokens cuts tokens off, and "

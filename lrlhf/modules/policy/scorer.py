@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lrlhf.functional.distillation import TeacherStatistics
 from lrlhf.models import ReferencePolicy, ValueHead, looking_once, sequence_outputs
 from lrlhf.models.sharding import settle
 from lrlhf.modules.policy.critic import ValueFunction
 from lrlhf.modules.policy.experience import Scored
 from lrlhf.modules.policy.iteration import Iteration
 from lrlhf.modules.policy.policy_settings import PolicySettings
+from lrlhf.modules.policy.teaching import Teaching, distance_of_responses
 from lrlhf.modules.policy.update_batches import plan_micro_batches
 from lrlhf.rollout import RolloutEngine, trim
-from lrlhf.types import Rollout
+from lrlhf.types import Rollout, TeacherTokens
 
 
 class _Outputs(NamedTuple):
     logprobs: Tensor | None
     entropy: Tensor | None
     values: Tensor | None
+    distance: TeacherStatistics | None = None
 
 
 class Scorer:
@@ -38,6 +42,7 @@ class Scorer:
         engine: Generated the rollout.
         settings: Of the run.
         models: All trained models, whose gathered weights are given back afterwards.
+        teaching: The teacher; None: there is none.
     """
 
     def __init__(
@@ -49,6 +54,7 @@ class Scorer:
         *,
         critic: ValueFunction | None = None,
         models: Mapping[str, nn.Module],
+        teaching: Teaching | None = None,
     ) -> None:
         self._policy = policy
         self._reference = reference
@@ -56,6 +62,7 @@ class Scorer:
         self._engine = engine
         self._settings = settings
         self._models = dict(models)
+        self._teaching = teaching
 
     @torch.no_grad()
     def __call__(self, rollout: Rollout, it: Iteration, *, stored: bool, kl_coef: float) -> Scored:
@@ -68,32 +75,38 @@ class Scorer:
             kl_coef: Strength of the KL penalty; 0: the reference is not asked.
         """
         penalized = self._reference is not None and kl_coef > 0
+        taught = self._teaching is not None and not self._teaching.in_loss
+        penalized_here = (penalized and self._settings.kl_in_reward) or taught
         select = self._settings.update.high_entropy_fraction < 1
-        needs_own = penalized if stored else self._needs_old(rollout, it, penalized=penalized)
+        needs_own = (
+            penalized or taught if stored else self._needs_old(rollout, it, rewarded=penalized_here)
+        )
         learns = it.step >= self._settings.update.freeze_steps
         from_engine = needs_own and learns and not stored and self._generates_exactly(rollout, it)
         with looking_once():
             self._policy.eval()
-            own = self._own(rollout, it, logprobs=needs_own and not from_engine, entropy=select)
+            logprobs = needs_own and not from_engine
+            own = self._own(rollout, it, logprobs=logprobs, entropy=select, taught=taught)
             reference = self._of_reference(rollout, it) if penalized else None
         self._free_gathered()
-        old = rollout.sampling_logprobs if from_engine or stored else own.logprobs
+        old = rollout.engine_logprobs if from_engine or stored else own.logprobs
         return Scored(
             old_logprobs=old,
             policy_logprobs=own.logprobs if stored else None,
             ref_logprobs=reference,
             entropy=own.entropy,
             values=own.values,
+            distance=own.distance,
             from_engine=from_engine,
         )
 
-    def _needs_old(self, rollout: Rollout, it: Iteration, *, penalized: bool) -> bool:
+    def _needs_old(self, rollout: Rollout, it: Iteration, *, rewarded: bool) -> bool:
         """An update that is exactly on-policy needs no old log-probabilities: they are the new."""
         update, rows = self._settings.update, len(rollout)
         several = update.num_iterations > 1 or self._settings.minibatch_rows(rows, it.ranks) < rows
         # without an update to show it, how far engine and trainer are apart is measured here
         waits = it.step < update.freeze_steps
-        return several or waits or (penalized and self._settings.kl_in_reward)
+        return several or waits or rewarded
 
     def _generates_exactly(self, rollout: Rollout, it: Iteration) -> bool:
         """Whether the log-probabilities of the engine are the policy's own."""
@@ -108,14 +121,49 @@ class Scorer:
             and all(weight.dtype == torch.float32 for weight in self._policy.parameters())
         )
 
-    def _own(self, rollout: Rollout, it: Iteration, *, logprobs: bool, entropy: bool) -> _Outputs:
+    @torch.no_grad()
+    def ask_teacher(self, rollout: Rollout, it: Iteration) -> Rollout:
+        """Have the teacher say what is kept with a rollout, where it is asked only once."""
+        teaching = self._teaching
+        if teaching is None or not teaching.keeps_tokens:
+            return rollout
+        if teaching.model is None:
+            return replace(rollout, teacher=teaching.tokens(rollout))
+        with looking_once():
+            kept = self._in_micro_batches(
+                rollout, teaching.model.model, lambda part: _columns(teaching.tokens(part)), it
+            )
+        teaching.rest()
+        chosen, ids, logprobs = cast(list[Tensor], kept)
+        tokens = TeacherTokens(logprobs=chosen, top_ids=ids, top_logprobs=logprobs)
+        return replace(rollout, teacher=tokens)
+
+    @torch.no_grad()
+    def distance(self, rollout: Rollout, it: Iteration) -> dict[str, Tensor]:
+        """Compare policy and teacher on responses of an evaluation; `[B]` by name."""
+        assert self._teaching is not None
+        if self._teaching.model is None:
+            rollout = self.ask_teacher(rollout, it)
+        self._policy.eval()
+        with looking_once():
+            own = self._of_policy(rollout, it, entropy=False, value_head=None, taught=True)
+        self._free_gathered()
+        assert own.distance is not None
+        assert own.logprobs is not None
+        return distance_of_responses(own.distance, own.logprobs, rollout.response_mask)
+
+    def _own(
+        self, rollout: Rollout, it: Iteration, *, logprobs: bool, entropy: bool, taught: bool
+    ) -> _Outputs:
         critic = self._critic
         if critic is not None and critic.network is None:
             # one pass over the shared backbone gives both
-            return self._of_policy(rollout, it, entropy=entropy, value_head=critic.head)
+            return self._of_policy(
+                rollout, it, entropy=entropy, value_head=critic.head, taught=taught
+            )
         outputs = _Outputs(None, None, None)
-        if logprobs or entropy:
-            outputs = self._of_policy(rollout, it, entropy=entropy, value_head=None)
+        if logprobs or entropy or taught:
+            outputs = self._of_policy(rollout, it, entropy=entropy, value_head=None, taught=taught)
         if critic is None or critic.network is None:
             return outputs
         network = critic.network.eval()
@@ -125,8 +173,16 @@ class Scorer:
         return outputs._replace(values=values)
 
     def _of_policy(
-        self, rollout: Rollout, it: Iteration, *, entropy: bool, value_head: ValueHead | None
+        self,
+        rollout: Rollout,
+        it: Iteration,
+        *,
+        entropy: bool,
+        value_head: ValueHead | None,
+        taught: bool,
     ) -> _Outputs:
+        teaching = self._teaching
+
         def forward(part: Rollout) -> list[Tensor | None]:
             out = sequence_outputs(
                 self._policy,
@@ -135,10 +191,19 @@ class Scorer:
                 chunk_size=self._settings.update.logprob_chunk,
                 entropy=entropy,
                 value_head=value_head,
+                teacher=teaching.rows if teaching and taught else None,
             )
-            return [out.logprobs, out.entropy, out.values]
+            return [out.logprobs, out.entropy, out.values, *(out.teacher or ())]
 
-        return _Outputs(*self._in_micro_batches(rollout, self._policy, forward, it))
+        logprobs, own_entropy, values, *distance = self._in_micro_batches(
+            rollout, self._policy, forward, it
+        )
+        return _Outputs(
+            logprobs,
+            own_entropy,
+            values,
+            TeacherStatistics(*cast(list[Tensor], distance)) if distance else None,
+        )
 
     def _of_reference(self, rollout: Rollout, it: Iteration) -> Tensor | None:
         reference = self._reference
@@ -160,7 +225,7 @@ class Scorer:
     ) -> list[Tensor | None]:
         """Apply a function of rows to as many as go through a model together.
 
-        Its results are `[B, T]` each, or None.
+        Its results are `[B, T]` each, perhaps with further axes, or None.
         """
         whole: list[Tensor | None] = []
         update = self._settings.update
@@ -175,7 +240,7 @@ class Scorer:
             parts = function(trim(rollout.select(micro.rows)))
             if not whole:
                 blank = rollout.sampling_logprobs
-                whole = [None if part is None else torch.zeros_like(blank) for part in parts]
+                whole = [None if part is None else _blank(blank, part) for part in parts]
             for output, part in zip(whole, parts, strict=True):
                 if output is not None and part is not None:
                     output[micro.rows.to(output.device), : part.shape[1]] = part
@@ -187,3 +252,15 @@ class Scorer:
             settle(model)
         if self._reference is not None:
             self._reference.rest(offload=self._settings.reference.offload)
+        if self._teaching is not None:
+            self._teaching.rest()
+
+
+def _columns(tokens: TeacherTokens) -> list[Tensor]:
+    return [tokens.logprobs, tokens.top_ids, tokens.top_logprobs]
+
+
+def _blank(like: Tensor, part: Tensor) -> Tensor:
+    """Return zeros for the whole of what ``part`` is a part of."""
+    dtype = like.dtype if part.is_floating_point() else part.dtype
+    return torch.zeros(*like.shape, *part.shape[2:], dtype=dtype, device=like.device)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from lrlhf.rewards import RewardResult
@@ -63,8 +65,9 @@ def check_stored(
             )
     if stored.rollout.kept_mass is not None and not allow_truncated_sampling:
         raise ValueError(
-            "the stored rollout was sampled with top_p, top_k or min_p, whose distribution is not "
-            "the policy's; accept the bias with allow_truncated_sampling: true"
+            "the stored rollout was sampled with top_p, top_k, min_p or first_temperature, whose "
+            "distribution is not the policy's; set first_temperature as it was, or accept the bias "
+            "with allow_truncated_sampling: true"
         )
 
 
@@ -98,12 +101,12 @@ def as_collected(stored: StoredRollout, *, step: int) -> tuple[Collected, Tensor
         {**record, "step": step, "stored_step": record["step"]} for record in stored.records
     ]
     names = tuple(records[0]["rewards"])
-    values = [[record["rewards"].get(name) for name in names] for record in records]
     result = RewardResult(
         scores=stored.scores.cpu(),
-        per_function=torch.tensor(
-            [[float("nan") if value is None else float(value) for value in row] for row in values]
-        ),
+        per_function=_table(names, [record["rewards"] for record in records]),
+        weights=_table(names, [record["weights"] for record in records])
+        if all("weights" in record for record in records)
+        else None,
         names=names,
         metrics={},
         extras={},
@@ -114,3 +117,11 @@ def as_collected(stored: StoredRollout, *, step: int) -> tuple[Collected, Tensor
         device=stored.rollout.truncated.device,
     )
     return Collected(stored.rollout, result, records, beside_of(records)), filler
+
+
+def _table(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Float[Tensor, "B K"]:
+    """Read numbers of records; NaN: null, or none of that name."""
+    values = [[row.get(name) for name in names] for row in rows]
+    return torch.tensor(
+        [[math.nan if value is None else float(value) for value in row] for row in values]
+    )

@@ -22,13 +22,13 @@ from lrlhf.planning.checks.mistake import MistakeError
 from lrlhf.planning.checks.models import TrainedModel
 from lrlhf.planning.config_entries import class_of, is_a, is_ours, options_of
 from lrlhf.rewards import RewardFunction
-from lrlhf.rewards.function import OF_EPISODES, OF_RUNS, RESERVED
+from lrlhf.rewards.function import OF_EPISODES, OF_RUNS, OTHER_REWARDS, RESERVED
 from lrlhf.rewards.lookup import BUILTINS
 
 ROWS = 100
 """Rows of each source that are looked at."""
 _ENTRIES = ("train", "val", "pretraining")
-_ALWAYS = {*RESERVED, *OF_RUNS, "images", "videos"}
+_ALWAYS = {*RESERVED, *OF_RUNS, OTHER_REWARDS, "images", "videos", "audios"}
 """What a reward function may ask for that is no column of the data."""
 
 

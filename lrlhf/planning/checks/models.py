@@ -21,7 +21,11 @@ from lrlhf.planning.trainer_sizes import processes
 
 _TRAINED: Mapping[str, type[PretrainedSpec]] = {"policy": CausalLM, "model": ScoreModel}
 """Options of the modules with what they train, and what a plain source is there."""
-_BESIDE: Mapping[str, type[PretrainedSpec]] = {"reference": CausalLM, "critic": ValueModel}
+_BESIDE: Mapping[str, type[PretrainedSpec]] = {
+    "reference": CausalLM,
+    "teacher": CausalLM,
+    "critic": ValueModel,
+}
 """Groups of options that have a ``model`` of their own."""
 
 

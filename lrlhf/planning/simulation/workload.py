@@ -17,7 +17,7 @@ from lrlhf.models import (
 from lrlhf.models.loading.meta import skeleton
 from lrlhf.modules.policy.batch_plan import BatchPlan
 from lrlhf.planning.config_entries import is_a, options_of, spec_of
-from lrlhf.planning.policy_models import kl_penalty, reference_spec, reward_models
+from lrlhf.planning.policy_models import kl_penalty, reference_spec, reward_models, teacher_spec
 from lrlhf.planning.simulation.hardware import GPU
 from lrlhf.planning.simulation.iteration import Workload
 from lrlhf.planning.simulation.layouts import Machine
@@ -71,12 +71,14 @@ class _Models:
         self.passes: list[ModelCosts] = []
         self.packs = packs(self.plain)
         self._add_critic(options_of(options.get("critic")))
-        if (reference := reference_spec(options, spec)) is not None:
-            frozen = skeleton(reference, trainable=False)
-            self.passes.append(costs_of(frozen, plain_model(frozen)))
-            self.frozen.append(self.passes[-1].weights)
-        elif kl_penalty(options) is not None:
+        reference = reference_spec(options, spec)
+        if reference is None and kl_penalty(options) is not None:
             self.passes.append(self.policy)
+        for own in (reference, teacher_spec(options)):
+            if own is not None:
+                frozen = skeleton(own, trainable=False)
+                self.passes.append(costs_of(frozen, plain_model(frozen)))
+                self.frozen.append(self.passes[-1].weights)
         rewards = [model for _, model, _ in reward_models(options, notes.append)]
         self.rewards = tuple(costs_of(model, plain_model(model)) for model in rewards)
         self.whole = sum(weights_of(model).whole.size for model in rewards)

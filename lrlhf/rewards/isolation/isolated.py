@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from lrlhf.rewards.function import (
+    OTHER_REWARDS,
     CopiesStartAfresh,
     PartialValues,
     RewardError,
@@ -280,7 +281,9 @@ def _signature(greeting: Mapping[str, Any]) -> inspect.Signature:
 def _request(arguments: Mapping[str, Any], rows: Sequence[int], seconds: float) -> dict[str, Any]:
     """Return what a process is asked, with the responses of ``rows``."""
     data = {
-        name: [values[row] for row in rows]
+        name: {key: [column[row] for row in rows] for key, column in values.items()}
+        if name == OTHER_REWARDS and isinstance(values, Mapping)
+        else [values[row] for row in rows]
         for name, values in arguments.items()
         if name not in _LOGGERS
     }

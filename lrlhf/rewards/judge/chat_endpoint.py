@@ -72,17 +72,5 @@ def read_reply(reply: Mapping[str, Any]) -> Reply:
     )
 
 
-def read_models(reply: Mapping[str, Any]) -> list[str]:
-    """Return the names of the models of an endpoint.
-
-    Raises:
-        ServiceError: It is no list of models.
-    """
-    try:
-        return [str(entry["id"]) for entry in reply["data"]]
-    except (LookupError, TypeError) as error:
-        raise ServiceError("the reply is no list of models") from error
-
-
 def _count(value: Any) -> int:
     return value if isinstance(value, int) and value > 0 else 0

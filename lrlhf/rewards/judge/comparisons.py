@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import combinations
 from statistics import fmean
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from lrlhf.rewards.function import RewardError
 from lrlhf.rewards.judge.verdicts import LETTERS
@@ -14,6 +15,7 @@ from lrlhf.rewards.judge.verdicts import LETTERS
 REFERENCE = -1
 """Stands for the reference answer among the numbers of responses."""
 
+Mode = Literal["absolute", "pairwise", "listwise"]
 Order = tuple[int, ...]
 """Numbers of responses, in the order in which the judge is shown them."""
 Scores = Mapping[Order, tuple[float, ...] | None]
@@ -67,24 +69,21 @@ def with_reference(rows: Sequence[int]) -> Iterator[Comparison]:
     return (_both_ways(row, REFERENCE) for row in rows)
 
 
-def in_pairs(opponents: int | None) -> Callable[[Sequence[int]], Iterator[Comparison]]:
-    """Return what yields the pairs of a group.
+def in_pairs(rows: Sequence[int], opponents: int | None = None) -> Iterator[Comparison]:
+    """Yield the pairs of a group.
 
     Args:
+        rows: The group.
         opponents: How many each response meets, an even number; None: all others. The responses
             stand in a ring, and each meets its neighbours on both sides.
     """
-
-    def pairs(rows: Sequence[int]) -> Iterator[Comparison]:
-        _check_group(rows, "pairwise")
-        if opponents is None or opponents >= len(rows) - 1:
-            yield from (_both_ways(*pair) for pair in combinations(rows, 2))
-            return
-        for step in range(1, opponents // 2 + 1):
-            for place, row in enumerate(rows):
-                yield _both_ways(row, rows[(place + step) % len(rows)])
-
-    return pairs
+    _check_group(rows, "pairwise")
+    if opponents is None or opponents >= len(rows) - 1:
+        yield from (_both_ways(*pair) for pair in combinations(rows, 2))
+        return
+    for step in range(1, opponents // 2 + 1):
+        for place, row in enumerate(rows):
+            yield _both_ways(row, rows[(place + step) % len(rows)])
 
 
 def all_together(rows: Sequence[int]) -> Iterator[Comparison]:
@@ -105,3 +104,26 @@ def _check_group(rows: Sequence[int], mode: str) -> None:
             "mode absolute, or pairwise with reference_column; evaluations need several samples "
             "(model.evaluation.num_samples)"
         )
+
+
+def comparisons_of(
+    mode: Mode, opponents: int | None, reference_column: str | None
+) -> Callable[[Sequence[int]], Iterator[Comparison]]:
+    """Return what yields the comparisons of a group.
+
+    Raises:
+        ValueError: The options do not go together.
+    """
+    if mode != "pairwise" and (opponents is not None or reference_column is not None):
+        raise ValueError("opponents and reference_column are for mode: pairwise")
+    if opponents is not None and reference_column is not None:
+        raise ValueError("with reference_column responses do not meet each other: no opponents")
+    if opponents is not None and (opponents < 2 or opponents % 2):
+        raise ValueError(f"opponents is {opponents}; it must be an even number above 0")
+    if mode == "absolute":
+        return alone
+    if mode == "listwise":
+        return all_together
+    if reference_column is not None:
+        return with_reference
+    return partial(in_pairs, opponents=opponents)

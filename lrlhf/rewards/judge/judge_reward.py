@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import fmean
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 from lrlhf.rewards.function import (
     Completion,
@@ -18,65 +14,24 @@ from lrlhf.rewards.function import (
     PartialValues,
     RewardError,
     check_positive,
-    column_of,
-    completion_text,
 )
-from lrlhf.rewards.judge import comparisons, templates, verdicts
-from lrlhf.rewards.judge.chat_endpoint import Reply, encode_request, read_models
-from lrlhf.rewards.judge.comparisons import REFERENCE, Comparison
+from lrlhf.rewards.judge import templates
+from lrlhf.rewards.judge.asking import Asker, Batch, columns_asked
+from lrlhf.rewards.judge.chat_endpoint import encode_request
+from lrlhf.rewards.judge.comparisons import Mode
 from lrlhf.rewards.judge.desk import Desk
-from lrlhf.rewards.judge.questions import (
-    Question,
-    Verdict,
-    notes_of,
-    scores_by_comparison,
-    values_of,
-)
+from lrlhf.rewards.judge.forms import FormName
+from lrlhf.rewards.judge.questions import Question, Verdict, notes_of, qualities, values_of
 from lrlhf.rewards.judge.reply_cache import ReplyCache
-from lrlhf.rewards.judge.templates import JudgeTemplate, prompt_text
-from lrlhf.rewards.remote.remote_http import Exchange, RequestRefusedError, ServiceError, one_line
+from lrlhf.rewards.remote.remote_http import Exchange, RequestRefusedError, ServiceError
 from lrlhf.rewards.remote.remote_protocols import in_base64, png_file
 from lrlhf.rewards.remote.remote_services import Service
+from lrlhf.rewards.remote.served_models import read_models, served_model
 from lrlhf.rewards.remote.service_client import ServiceClient, ServicesDownError, ServiceSettings
 from lrlhf.rewards.remote.service_token import DEFAULT_TOKEN_ENV
 from lrlhf.types import Prompt
 
 _REQUEST = {"temperature": 0.0, "max_tokens": 1024}
-_SHOWN = 200
-
-Mode = Literal["absolute", "pairwise", "listwise"]
-_TEMPLATES: Mapping[Mode, str] = {
-    "absolute": templates.ABSOLUTE,
-    "pairwise": templates.PAIRWISE,
-    "listwise": templates.LISTWISE,
-}
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """What is to be judged, one entry per response in each."""
-
-    prompts: Sequence[Prompt]
-    completions: Sequence[str]
-    images: Sequence[Sequence[str] | None]
-    columns: Mapping[str, Sequence[Any]]
-    references: Sequence[Any] | None
-
-    def groups(self) -> list[list[int]]:
-        """Return the numbers of the responses that have the same to answer."""
-        found: defaultdict[str, list[int]] = defaultdict(list)
-        for row in range(len(self.completions)):
-            columns = {name: values[row] for name, values in self.columns.items()}
-            reference = self.references and self.references[row]
-            same = (self.prompts[row], self.images[row], columns, reference)
-            found[json.dumps(same, default=str, sort_keys=True)].append(row)
-        return [*found.values()]
-
-    def text(self, row: int, of: int) -> Any:
-        """Return a response, or the reference answer to the prompt of another."""
-        if row != REFERENCE:
-            return self.completions[row]
-        return self.references[of] if self.references is not None else None
 
 
 class JudgeReward(CopiesStartAfresh):
@@ -106,6 +61,10 @@ class JudgeReward(CopiesStartAfresh):
             several that serve the same model.
         model: Its name there; null: the one that is served.
         mode: ``absolute``, ``pairwise`` or ``listwise``.
+        form: How a verdict on two is asked for and given: ``line`` (reasoning, then a last line
+            ``Verdict: A``), ``direct`` (that line alone), or ``answer``
+            (``<think>…</think><answer>Response 1 is better</answer>``). With the form, the rubric
+            and the system prompt of a `VerdictTasks` a model is asked what it was trained on.
         rubric: What counts, in words.
         template: Jinja2 text of the question in place of the built-in one, which may use
             ``prompt``, ``responses`` (a list), ``letters``, ``rubric``, ``low``, ``high``, and
@@ -141,15 +100,14 @@ class JudgeReward(CopiesStartAfresh):
 
     @classmethod
     def columns_read(cls, options: Mapping[str, Any]) -> Iterable[str]:
-        template = options.get("template") or _TEMPLATES[options.get("mode") or "absolute"]
-        reference = options.get("reference_column")
-        return [*JudgeTemplate(template).columns, *([reference] if reference else [])]
+        return columns_asked(options)
 
     def __init__(  # noqa: PLR0913  the keys of a user's config
         self,
         urls: str | list[str],
         model: str | None = None,
         mode: Mode = "absolute",
+        form: FormName = "line",
         rubric: str | None = None,
         template: str | None = None,
         system: str = templates.SYSTEM,
@@ -185,15 +143,18 @@ class JudgeReward(CopiesStartAfresh):
             max_wait=max_wait,
             verify=verify,
         )
-        self._template = JudgeTemplate(template or _TEMPLATES[mode])
-        self._model, self._rubric, self._system = model, rubric, system
-        self._low, self._high = scale
-        if not self._low < self._high:
-            raise ValueError(f"scale is {[*scale]}; give the worst rating, then the best")
-        self._reference_column = reference_column
-        self._compare = _comparisons_of(mode, opponents, reference_column)
-        self._mode = mode
         check_positive(samples=samples, attempts=attempts)
+        self._asker = Asker(
+            mode,
+            form,
+            template=template,
+            rubric=rubric,
+            opponents=opponents,
+            reference_column=reference_column,
+            samples=samples,
+            scale=scale,
+        )
+        self._model, self._system = model, system
         self._samples, self._attempts, self._seed = samples, attempts, seed
         given = {**_REQUEST, **(request or {})}
         self._request = {name: value for name, value in given.items() if value is not None}
@@ -232,12 +193,8 @@ class JudgeReward(CopiesStartAfresh):
         except RequestRefusedError as error:
             if self._model is None or error.status != 404:
                 raise
-            models = [self._model]  # not every endpoint lists them
-        name = self._model or (models[0] if len(models) == 1 else None)
-        if name not in models:
-            listed = one_line(", ".join(models), _SHOWN)
-            raise RewardError(f"{service.url} serves {listed or 'no model'}; set model to one")
-        self._served = name
+            models = {self._model: {}}  # not every endpoint lists them
+        self._served = served_model(service.url, models, self._model)
         return ""
 
     async def __call__(
@@ -249,18 +206,13 @@ class JudgeReward(CopiesStartAfresh):
         log_extra: LogExtra,
         images: Sequence[Sequence[Any]] | None = None,
         videos: Sequence[Sequence[Any]] | None = None,
+        audios: Sequence[Sequence[Any]] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        if any(videos or ()):
-            raise RewardError("a judge cannot be shown videos")
+        if any(videos or ()) or any(audios or ()):
+            raise RewardError("a judge cannot be shown videos or audio")
         batch = await asyncio.to_thread(self._batch, prompts, completions, images, columns)
-        questions = [
-            Question(comparison, order, sample)
-            for group in batch.groups()
-            for comparison in self._compare(group)
-            for order in comparison.orders
-            for sample in range(self._samples)
-        ]
+        questions = self._asker.questions(batch)
         found: dict[Question, Verdict] = {}
         async with self._client.calls() as calls:
             desk = Desk(calls, self._cache)
@@ -268,7 +220,7 @@ class JudgeReward(CopiesStartAfresh):
                 missing = [one for one in questions if attempt == 0 or found[one].scores is None]
                 bodies = await asyncio.to_thread(self._bodies, batch, missing, attempt)
                 replies = await desk.ask([*bodies.values()])
-                found |= {one: self._read(one, replies.get(bodies[one])) for one in missing}
+                found |= {one: self._asker.read(one, replies.get(bodies[one])) for one in missing}
         values = values_of(questions, found, len(completions))
         self._log(log_metric, desk, questions, found)
         log_extra("judge", notes_of(questions, found, len(completions)))
@@ -280,50 +232,25 @@ class JudgeReward(CopiesStartAfresh):
         completions: Sequence[Completion],
         images: Sequence[Sequence[Any]] | None,
         columns: Mapping[str, Any],
-    ) -> _Batch:
-        reference = self._reference_column
-        return _Batch(
-            prompts,
-            [completion_text(completion) for completion in completions],
-            in_base64(images, png_file)
-            if images and self._show_images
-            else [None] * len(completions),
-            {name: column_of(columns, name, setting="template") for name in self._template.columns},
-            reference and column_of(columns, reference, setting="reference_column"),
-        )
+    ) -> Batch:
+        shown: Sequence[Sequence[str] | None] = [None] * len(completions)
+        if images and self._show_images:
+            shown = in_base64(images, png_file)
+        return self._asker.batch(prompts, completions, shown, columns)
 
     def _bodies(
-        self, batch: _Batch, questions: Sequence[Question], attempt: int
+        self, batch: Batch, questions: Sequence[Question], attempt: int
     ) -> dict[Question, bytes]:
         return {question: self._body(batch, question, attempt) for question in questions}
 
-    def _body(self, batch: _Batch, question: Question, attempt: int) -> bytes:
-        own = next(row for row in question.order if row != REFERENCE)
-        text = self._template.render(
-            prompt=prompt_text(batch.prompts[own]),
-            responses=[batch.text(row, own) for row in question.order],
-            rubric=self._rubric,
-            low=f"{self._low:g}",
-            high=f"{self._high:g}",
-            **{name: values[own] for name, values in batch.columns.items()},
-        )
+    def _body(self, batch: Batch, question: Question, attempt: int) -> bytes:
+        text = self._asker.text(batch, question)
         options = dict(self._request)
         if self._samples * self._attempts > 1:
             options["seed"] = self._seed + question.sample + attempt * self._samples
         model = self._model or self._served
-        return encode_request(model, self._system, text, batch.images[own] or (), options)
-
-    def _read(self, question: Question, reply: Reply | None) -> Verdict:
-        if reply is None or not reply.finished:
-            return Verdict(None, reply)
-        verdict = verdicts.verdict_of(reply.text)
-        if verdict is None:
-            return Verdict(None, reply)
-        if self._mode == "absolute":
-            return Verdict(verdicts.read_rating(verdict, self._low, self._high), reply)
-        if self._mode == "pairwise":
-            return Verdict(verdicts.read_choice(verdict), reply)
-        return Verdict(verdicts.read_ranking(verdict, len(question.order)), reply)
+        shown = batch.shown[question.about] or ()
+        return encode_request(model, self._system, text, shown, options)
 
     def _log(
         self,
@@ -332,17 +259,8 @@ class JudgeReward(CopiesStartAfresh):
         questions: Sequence[Question],
         found: Mapping[Question, Verdict],
     ) -> None:
-        replied = [verdict for verdict in found.values() if verdict.reply is not None]
-        if replied:
-            malformed = fmean(verdict.scores is None for verdict in replied)
-            log_metric("judge/malformed_fraction", malformed)
-        agreed = [
-            share
-            for comparison, scores in scores_by_comparison(questions, found)
-            if (share := comparison.agreement(scores)) is not None
-        ]
-        if agreed:
-            log_metric("judge/order_agreement", fmean(agreed))
+        for name, value in qualities(questions, found).items():
+            log_metric(f"judge/{name}", value)
         for name, value in desk.counts().items():
             log_metric(f"judge/{name}", value)
         if self._prices:
@@ -358,26 +276,3 @@ class JudgeReward(CopiesStartAfresh):
         if all(value is None for value in values):
             raise ServicesDownError(failure)
         return PartialValues(values, failure)
-
-
-def _comparisons_of(
-    mode: Mode, opponents: int | None, reference_column: str | None
-) -> Callable[[Sequence[int]], Iterator[Comparison]]:
-    """Return what yields the comparisons of a group.
-
-    Raises:
-        ValueError: The options do not go together.
-    """
-    if mode != "pairwise" and (opponents is not None or reference_column is not None):
-        raise ValueError("opponents and reference_column are for mode: pairwise")
-    if opponents is not None and reference_column is not None:
-        raise ValueError("with reference_column responses do not meet each other: no opponents")
-    if opponents is not None and (opponents < 2 or opponents % 2):
-        raise ValueError(f"opponents is {opponents}; it must be an even number above 0")
-    if mode == "absolute":
-        return comparisons.alone
-    if mode == "listwise":
-        return comparisons.all_together
-    if reference_column is not None:
-        return comparisons.with_reference
-    return comparisons.in_pairs(opponents)

@@ -20,6 +20,11 @@ class Question(NamedTuple):
     order: Order
     sample: int
 
+    @property
+    def about(self) -> int:
+        """The number of a response to the prompt in question."""
+        return next(row for row in self.order if row != REFERENCE)
+
 
 @dataclass
 class Verdict:
@@ -73,3 +78,22 @@ def notes_of(
                 named = f"as {letter}: " if len(question.order) > 1 else ""
                 notes[row].append(f"{named}{reply.text}")
     return notes
+
+
+def qualities(questions: Sequence[Question], found: Mapping[Question, Verdict]) -> dict[str, float]:
+    """Return how good a judge's verdicts are, as far as there is something to tell.
+
+    ``malformed_fraction`` is the share of replies without a verdict, ``order_agreement`` the share
+    of comparisons that all orders say the same of.
+    """
+    told = {}
+    if replied := [verdict for verdict in found.values() if verdict.reply is not None]:
+        told["malformed_fraction"] = fmean(verdict.scores is None for verdict in replied)
+    agreed = [
+        share
+        for comparison, scores in scores_by_comparison(questions, found)
+        if (share := comparison.agreement(scores)) is not None
+    ]
+    if agreed:
+        told["order_agreement"] = fmean(agreed)
+    return told

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from itertools import chain
+from typing import Literal
 
 _LINE = re.compile(r"verdict\s*:(.*)", re.IGNORECASE)
 _MARKUP = "*_` \t"
 _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
-_END_OF_THOUGHT = "</think>"
+_THOUGHT, _END_OF_THOUGHT = "<think>", "</think>"
+_ANSWER, _END_OF_ANSWER = "<answer>", "</answer>"
+_EQUALLY_GOOD = "Both are equally good"
+Choice = Literal["A", "B", "tie"]
+"""Which of two is better."""
+SWAPPED: Mapping[Choice, Choice] = {"A": "B", "B": "A", "tie": "tie"}
+"""What a verdict is where the two change places."""
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -37,13 +45,54 @@ def read_rating(verdict: str, low: float, high: float) -> tuple[float, ...] | No
     return ((float(verdict) - low) / (high - low),)
 
 
-def read_choice(verdict: str) -> tuple[float, ...] | None:
-    """Read which of two responses is better: ``A``, ``B`` or ``tie``.
+def choice_of(reply: str) -> Choice | None:
+    """Return which of two responses the last line of a reply calls better; None: it does not."""
+    choices: dict[str, Choice] = {"a": "A", "b": "B", "tie": "tie"}
+    return choices.get((verdict_of(reply) or "").casefold())
+
+
+def choice_scores(choice: Choice | None) -> tuple[float, ...] | None:
+    """Return 1 for the better and 0 for the other, 0.5 each for a tie; None: of no verdict."""
+    scores = {"A": (1.0, 0.0), "B": (0.0, 1.0), "tie": (0.5, 0.5)}
+    return None if choice is None else scores[choice]
+
+
+def reasoning_before_line(reply: str) -> str:
+    """Return what stands before the last line."""
+    return reply.rstrip().rpartition("\n")[0].rstrip()
+
+
+def answer_of(verdict: str, shown: str) -> str:
+    """Return a verdict in words, such as ``Image 1 is better``; ``shown``: what the two are."""
+    numbers = {"A": 1, "B": 2}
+    return f"{shown} {numbers[verdict]} is better" if verdict in numbers else _EQUALLY_GOOD
+
+
+def read_answer(reply: str) -> Choice | None:
+    """Read ``<answer>Image 1 is better</answer>``, behind which and before which nothing may stand.
+
+    What a model has thought between ``<think>`` and ``</think>`` does not count.
 
     Returns:
-        1 for the better and 0 for the other, 0.5 each for a tie; None: it is none of these words.
+        ``A``, ``B``, or ``tie`` where both are equally good; None: it is nothing of these.
     """
-    return {"a": (1.0, 0.0), "b": (0.0, 1.0), "tie": (0.5, 0.5)}.get(verdict.casefold())
+    said = reply.rpartition(_END_OF_THOUGHT)[2].strip()
+    if not said.startswith(_ANSWER) or not said.endswith(_END_OF_ANSWER):
+        return None
+    return _ANSWERS.get(said.removeprefix(_ANSWER).removesuffix(_END_OF_ANSWER).strip())
+
+
+def reasoning_before_answer(reply: str) -> str:
+    """Return what stands between ``<think>`` and ``</think>``."""
+    before = reply.rpartition(_END_OF_THOUGHT)[0].strip()
+    return before.removeprefix(_THOUGHT).strip()
+
+
+_ANSWERS: dict[str, Choice] = {
+    **{answer_of("A", shown): "A" for shown in ("Response", "Image", "Video")},
+    **{answer_of("B", shown): "B" for shown in ("Response", "Image", "Video")},
+    _EQUALLY_GOOD: "tie",
+}
 
 
 def read_ranking(verdict: str, count: int) -> tuple[float, ...] | None:

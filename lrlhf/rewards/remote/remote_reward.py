@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -11,11 +10,11 @@ from lrlhf.rewards.function import (
     Completion,
     CopiesStartAfresh,
     LogMetric,
-    PartialValues,
     RewardError,
     check_positive,
     column_of,
 )
+from lrlhf.rewards.remote.in_parts import scores_of_parts
 from lrlhf.rewards.remote.remote_http import Exchange, ServiceError
 from lrlhf.rewards.remote.remote_protocols import (
     LIGHTRFT_KEYS,
@@ -25,13 +24,7 @@ from lrlhf.rewards.remote.remote_protocols import (
     Responses,
 )
 from lrlhf.rewards.remote.remote_services import Service
-from lrlhf.rewards.remote.service_client import (
-    Calls,
-    ServiceClient,
-    ServicesDownError,
-    ServiceSettings,
-    all_of,
-)
+from lrlhf.rewards.remote.service_client import Calls, ServiceClient, ServiceSettings
 from lrlhf.rewards.remote.service_token import DEFAULT_TOKEN_ENV
 from lrlhf.types import Prompt
 
@@ -150,8 +143,11 @@ class RemoteReward(CopiesStartAfresh):
         log_metric: LogMetric,
         images: Sequence[Sequence[Any]] | None = None,
         videos: Sequence[Sequence[Any]] | None = None,
+        audios: Sequence[Sequence[Any]] | None = None,
         **columns: Any,
     ) -> list[float | None]:
+        if any(audios or ()):
+            raise RewardError("a remote reward cannot be sent audio; use LearnedReward")
         nothing: list[Sequence[Any]] = [()] * len(completions)
         responses = Responses(
             prompts=prompts,
@@ -165,32 +161,8 @@ class RemoteReward(CopiesStartAfresh):
         )
         starts = range(0, len(completions), self._batch_size)
         parts = [responses.part(slice(start, start + self._batch_size)) for start in starts]
-        async with self._client.calls() as calls:
-            answers = await all_of([self._ask(calls, part) for part in parts])
-        for seconds in calls.latencies:
-            log_metric("remote/latency_s", seconds)
-        unanswered = sum(
-            len(part.completions)
-            for part, answer in zip(parts, answers, strict=True)
-            if answer is None
-        )
-        log_metric("remote/retries", calls.retries)
-        log_metric("remote/failures", unanswered)
-        scores = list(
-            itertools.chain.from_iterable(
-                [None] * len(part.completions) if answer is None else answer
-                for part, answer in zip(parts, answers, strict=True)
-            )
-        )
-        if not unanswered:
-            return scores
-        failure = (
-            f"no reward service scored {unanswered} of {len(scores)} responses: "
-            f"{self._client.services.complaints()}"
-        )
-        if unanswered == len(scores):
-            raise ServicesDownError(failure)
-        return PartialValues(scores, failure)
+        sized = [(part, len(part.completions)) for part in parts]
+        return await scores_of_parts(self._client, sized, self._ask, log_metric, name="remote")
 
     async def _ask(self, calls: Calls, part: Responses) -> list[float | None] | None:
         """Return the scores of a batch; None: no service gave any."""

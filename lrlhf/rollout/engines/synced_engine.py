@@ -57,14 +57,14 @@ class Request:
     """One response that is asked for."""
 
     prompt_ids: list[int]
-    """As the policy reads them, every placeholder of an image counted out."""
+    """As the policy reads them, every placeholder of an image or audio counted out."""
     seed: int
     max_tokens: int
     media: Media | None = None
 
     @property
     def short_ids(self) -> list[int]:
-        """The prompt with one placeholder per image or video."""
+        """The prompt with one placeholder per image, video or audio."""
         return self.prompt_ids if self.media is None else list(self.media.prompt_ids)
 
 
@@ -232,8 +232,8 @@ class SyncedEngine(RolloutEngine):
         shown = prompts.media or (None,) * len(prompts)
         if not self.capabilities.media and any(media is not None for media in shown):
             raise ValueError(
-                f"{type(self).__name__} takes no images or videos: take lrlhf.rollout.VLLMEngine, "
-                "or TransformersEngine"
+                f"{type(self).__name__} takes no images, videos or audio: take "
+                "lrlhf.rollout.VLLMEngine, or TransformersEngine"
             )
         rooms = [sampling.max_new_tokens] * len(prompts)
         if prompts.room is not None:
@@ -395,7 +395,7 @@ class SyncedEngine(RolloutEngine):
 def _probe_prompts(
     tokenizer: PreTrainedTokenizerBase, processor: MediaProcessor | None, *, max_model_len: int
 ) -> PromptBatch:
-    """Return the same prompts every time, with an image also where the policy sees.
+    """Return the same prompts every time, with an image or noise also where the policy takes it.
 
     They fill several blocks of a prefix cache, so that states which older weights left there
     show up too.

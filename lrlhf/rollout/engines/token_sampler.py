@@ -62,20 +62,31 @@ class TokenSampler(LogitsProcessor):
         full = (
             scores.float() if greedy else scores.float() / self._sampling.temperature
         ).log_softmax(-1)
-        logprobs = full
-        for warper in self._warpers:
+        hot = step == 0 and self._sampling.first_temperature is not None
+        logprobs = self._hot(input_ids, scores) if hot else full
+        for warper in () if hot else self._warpers:
             logprobs = warper(input_ids, logprobs)
-        if self._warpers:
+        if self._warpers and not hot:
             mass = full.exp().masked_fill(logprobs.isinf(), 0.0).sum(dim=-1)
-            self._kept_mass.append(mass)
             logprobs = logprobs - mass.log()[:, None]
-        if greedy:
+        if greedy and not hot:
             chosen = logprobs.argmax(dim=-1)
         else:
             chosen = _inverse_cdf(logprobs, self._uniform[:, step].to(scores.device))
-        self._logprobs.append(logprobs.gather(1, chosen[:, None])[:, 0])
+        own, drawn = (one.gather(1, chosen[:, None])[:, 0] for one in (full, logprobs))
+        self._logprobs.append(drawn)
+        if self._warpers or self._sampling.first_temperature is not None:
+            self._kept_mass.append((own - drawn).exp())
         # generate takes the argmax of what is returned: leave it one token to take
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen[:, None], 0.0)
+
+    def _hot(self, input_ids: Int[Tensor, "B L"], scores: Float[Tensor, "B V"]) -> Tensor:
+        """Return log-probabilities of what the first token is drawn from."""
+        scores = scores.float() / (self._sampling.first_temperature or 1.0)
+        if self._sampling.first_top_k:
+            keep: LogitsProcessor = TopKLogitsWarper(self._sampling.first_top_k)
+            scores = keep(input_ids, scores)
+        return scores.log_softmax(-1)
 
     def _penalized(
         self, input_ids: Int[Tensor, "B L"], scores: Float[Tensor, "B V"]

@@ -97,6 +97,11 @@ def sampling_arguments(
     sampling: Sampling, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
     """Return the fields of vLLM's SamplingParams that all responses of a rollout share."""
+    if sampling.starts_hot:
+        raise ValueError(
+            "sampling.first_temperature: vLLM draws all tokens of a response at one temperature; "
+            "leave it out"
+        )
     arguments: dict[str, Any] = {
         "temperature": sampling.temperature,
         "max_tokens": sampling.max_new_tokens,
@@ -150,7 +155,8 @@ def media_argument(media: Media | None) -> dict[str, Any]:
     if media is None:
         return {}
     videos = [(video.frames, _described(video)) for video in media.videos]
-    shown = {"image": list(media.images), "video": videos}
+    audios = [(audio.samples, audio.sampling_rate) for audio in media.audios]
+    shown = {"image": list(media.images), "video": videos, "audio": audios}
     return {"multi_modal_data": {kind: some for kind, some in shown.items() if some}}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lrlhf.analysis.compare import Comparison, compare_runs
+from lrlhf.analysis.compare.words import answer
 from lrlhf.statistics import holm
 from tests.analysis.compare.runs import pair, response, scored, write_run
 
@@ -138,6 +139,37 @@ def test_of_reward_models_accuracy_and_margin() -> None:
     assert found.main.means == pytest.approx((0.5, 1.0))
     (margin,) = found.others
     assert margin.means == pytest.approx(((2 - 1 + 0) / 3, (1 + 3 + 1) / 3))
+
+
+def test_of_given_texts_the_log_probability_of_a_token() -> None:
+    def told(logprobs: list[float], completions: str = "abcdefgh") -> list[dict[str, Any]]:
+        tokens = [2, 4, 1, 2, 4, 8, 2, 0]
+        return [
+            {
+                "source": "val.jsonl",
+                "row": row,
+                "prompt": "say",
+                "completion": text,
+                "tokens": count,
+                "logprob": logprob,
+            }
+            for row, (text, count, logprob) in enumerate(
+                zip(completions, tokens, logprobs, strict=True), start=1
+            )
+        ]
+
+    before, after = [-8.0] * 7 + [0.0], [-4.0] * 7 + [0.0]
+    found = compared(told(before), told(after))
+    assert found.main.metric == "mean_logprob"
+    # -8 and -4 over 2, 4, 1, 2, 4, 8 and 2 tokens; the last text has none that is learnt
+    shares = 1 / 2 + 1 / 4 + 1 + 1 / 2 + 1 / 4 + 1 / 8 + 1 / 2
+    assert found.main.means == pytest.approx((-8 * shares / 7, -4 * shares / 7))
+    assert (found.main.prompts, found.main.left_out) == (7, 1)
+    assert "B is better than A" in answer(found)
+    assert "on these 7 texts" in answer(found)
+    # texts without a prompt in common are told apart by what is learnt
+    with pytest.raises(ValueError, match="another prompt"):
+        compared(told(before), told(after, "ijklmnop"))
 
 
 def test_several_heads_have_metrics_of_their_own() -> None:

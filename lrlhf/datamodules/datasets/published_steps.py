@@ -1,0 +1,179 @@
+"""Published data sets of answers whose steps were judged, as rows of `StepwiseDataModule`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, Literal
+
+from lrlhf.datamodules.loading.sources import Row, Source, resolve_source
+from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, missing_column, nearest
+from lrlhf.datamodules.rows.columns import structure_of, text_of, wrong_type
+
+Neutral = Literal["correct", "wrong", "unlabelled"]
+_NEUTRAL: Mapping[Neutral, float | None] = {"correct": 1.0, "wrong": 0.0, "unlabelled": None}
+_SIGNS = {"+": 1.0, "-": 0.0}
+_FIRST_STEP = re.compile(r"(?<!\S)Step 1:")
+
+
+class PublishedSteps(Source):
+    """Answers in judged steps from a published data set.
+
+    A row has ``prompt``, ``completions``, ``labels`` and ``source``, the name of the format.
+
+    Args:
+        format: ``prm800k``: each rated completion is learnt once, the chosen ones of an answer in
+            one row, each alternative in a row of its own, where the steps before it have no label.
+            ``math_shepherd``: steps end where the ``input`` has the step tag and the ``label`` a
+            sign. ``processbench``: steps before the first error are correct, it is wrong, those
+            behind it have no label.
+        data: File, folder, pattern or hub id of its rows.
+        step_tag: Mark behind the steps of ``math_shepherd``.
+        neutral: What a rating of 0 in ``prm800k`` means: a step that is neither good nor bad.
+    """
+
+    def __init__(
+        self, format: str, data: str, *, step_tag: str = "ки", neutral: Neutral = "correct"
+    ) -> None:
+        if neutral not in _NEUTRAL:
+            raise BadDataError(f"neutral is {neutral!r}, expected one of {', '.join(_NEUTRAL)}")
+        if not step_tag:
+            raise BadDataError("step_tag is empty; it must be the mark behind each step")
+        formats: dict[str, Callable[[Row], Iterable[Row]]] = {
+            "prm800k": partial(_prm800k, neutral=_NEUTRAL[neutral]),
+            "math_shepherd": partial(_math_shepherd, tag=step_tag),
+            "processbench": _processbench,
+        }
+        if format not in formats:
+            raise BadDataError(
+                f"there is no format {format!r} of judged steps{nearest(format, formats)}; there "
+                f"are {', '.join(formats)}"
+            )
+        self._format, self._data = format, data
+        self._expand = formats[format]
+
+    @property
+    def name(self) -> str:
+        return f"{self._format}:{self._data}"
+
+    def prepare(self) -> None:
+        for source in resolve_source(self._data):
+            source.prepare()
+
+    def rows(self) -> Iterable[Row | BadRow]:
+        for source in resolve_source(self._data):
+            for row in source.rows():
+                try:
+                    if isinstance(row, BadRow):
+                        raise row
+                    for one in self._expand(row):
+                        yield {**one, "source": self._format}
+                except BadRow as problem:
+                    hint = f"see whether {source.name} is of the format {self._format!r}"
+                    detail = f"{problem.detail} (in {source.name})"
+                    yield BadRow(problem.reason, detail, remedy=problem.remedy or hint)
+
+
+def _answer(prompt: str, steps: Iterable[str], labels: Iterable[float | None]) -> Row:
+    return {"prompt": prompt, "completions": list(steps), "labels": list(labels)}
+
+
+def _prm800k(row: Row, *, neutral: float | None) -> Iterator[Row]:
+    """Lightman et al. 2023, https://github.com/openai/prm800k: steps with rated completions."""
+    prompt = text_of(_mapping(row, "question"), "problem")
+    said: list[str] = []
+    labels: list[float | None] = []
+    others: list[Row] = []
+    for step in _list(_mapping(row, "label"), "steps"):
+        rated, chosen = _rated_completions(step, neutral)
+        for number, (text, label) in enumerate(rated):
+            if number != chosen and label is not None:
+                others.append(_answer(prompt, [*said, text], [*[None] * len(said), label]))
+        if chosen is None:
+            break
+        said.append(rated[chosen][0])
+        labels.append(rated[chosen][1])
+    if any(label is not None for label in labels):
+        yield _answer(prompt, said, labels)
+    elif not others:
+        raise BadRow("no labels", "none of its completions has a rating")
+    yield from others
+
+
+def _rated_completions(
+    step: Any, neutral: float | None
+) -> tuple[list[tuple[str, float | None]], int | None]:
+    """Return the completions of a step with labels, and which the answer goes on with."""
+    if not isinstance(step, Mapping):
+        raise wrong_type("label.steps", "a list of mappings", step)
+    labels = {1: 1.0, 0: neutral, -1: 0.0, None: None}
+    rated = []
+    for one in step.get("completions") or ():
+        if not isinstance(one, Mapping) or one.get("rating") not in labels:
+            raise BadRow("unknown label", f"a completion has no rating -1, 0 or 1: {one!r:.60}")
+        rated.append((text_of(one, "text"), labels[one.get("rating")]))
+    chosen, human = step.get("chosen_completion"), step.get("human_completion")
+    if chosen is None and isinstance(human, Mapping):  # a labeller wrote it
+        return [*rated, (text_of(human, "text"), 1.0)], len(rated)
+    if chosen is not None and chosen not in range(len(rated)):
+        raise BadRow("unknown label", f"chosen_completion is {chosen!r:.60}: there is none")
+    return rated, chosen
+
+
+def _math_shepherd(row: Row, *, tag: str) -> Iterator[Row]:
+    """Wang et al. 2024, https://arxiv.org/abs/2312.08935: marks in a text, signs in its copy."""
+    said, judged = text_of(row, "input"), text_of(row, "label")
+    labels: list[float] = []
+    pieces, place = said.split(tag), 0
+    for piece in pieces[:-1]:
+        place += len(piece)
+        sign = judged[place : place + 1]
+        if sign not in _SIGNS or judged[place - len(piece) : place] != piece:
+            raise BadRow(
+                "unknown label",
+                f"step {len(labels) + 1} has no sign + or - in column 'label', in the place of "
+                f"{tag!r} in 'input': {judged[max(0, place - 20) : place + 5]!r}",
+            )
+        labels.append(_SIGNS[sign])
+        place += 1
+    if not labels:
+        raise BadRow("no steps", f"column 'input' has no step tag {tag!r}", remedy="set `step_tag`")
+    if pieces[-1].strip():
+        raise BadRow("no label", f"nothing marks the end of the last step: {pieces[-1]!r:.60}")
+    start = _FIRST_STEP.search(pieces[0])
+    if start is None:
+        raise BadRow("no steps", f"nothing begins with 'Step 1:' in {pieces[0][-60:]!r}")
+    steps = [pieces[0][start.start() :], *pieces[1:-1]]
+    yield _answer(said[: start.start()].strip(), [step.strip() for step in steps], labels)
+
+
+def _processbench(row: Row) -> Iterator[Row]:
+    """Zheng et al. 2024, https://arxiv.org/abs/2412.06559: the index of the first error, or -1."""
+    steps, error = _list(row, "steps"), row.get("label")
+    if not isinstance(error, int) or isinstance(error, bool) or not -1 <= error < len(steps):
+        raise BadRow(
+            "unknown label", f"column 'label' is {error!r:.60}, not -1 or one of {len(steps)} steps"
+        )
+    labels: list[float | None] = [1.0] * len(steps)
+    if error >= 0:
+        labels[error:] = [0.0, *[None] * (len(steps) - error - 1)]
+    yield _answer(text_of(row, "problem"), steps, labels)
+
+
+def _mapping(row: Row, column: str) -> dict[str, Any]:
+    if column not in row:
+        raise missing_column(column, row)
+    found: dict[str, Any] | None = structure_of(row, column, dict)
+    if found is None:
+        raise wrong_type(column, "a mapping", row[column])
+    return found
+
+
+def _list(row: Row, column: str) -> list[Any]:
+    if column not in row:
+        raise missing_column(column, row)
+    found: list[Any] | None = structure_of(row, column, list)
+    if not found:
+        raise wrong_type(column, "a list of steps", row[column])
+    return found

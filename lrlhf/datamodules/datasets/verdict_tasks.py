@@ -1,0 +1,242 @@
+"""Preference pairs as questions to a judge, for training it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from lrlhf.datamodules.datasets.media_pairs import is_exchanged
+from lrlhf.datamodules.loading.python_rows import Rows
+from lrlhf.datamodules.loading.sources import Row, Source, Weighted, resolve_source
+from lrlhf.datamodules.loading.splits import hold_out
+from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, missing_column
+from lrlhf.datamodules.rows.columns import is_empty, text_of
+from lrlhf.datamodules.rows.media_rows import KINDS
+from lrlhf.datamodules.rows.preference_labels import LabelReader
+from lrlhf.datamodules.rows.verdict_rows import JudgedPair, MediaByKind, read_pair
+from lrlhf.rewards import RewardError
+from lrlhf.rewards.judge.forms import FormName, verdict_form
+from lrlhf.rewards.judge.templates import SYSTEM, JudgeTemplate, prompt_text
+from lrlhf.rewards.judge.verdicts import SWAPPED, Choice
+
+_GOLD: dict[float, Choice] = {1.0: "A", -1.0: "B", 0.0: "tie"}
+_MARK = re.compile("\0([01])\0")
+"""Stands for what a candidate shows; no text has it."""
+
+
+class VerdictTasks(Source):
+    """Questions which of two candidates is better, from any pairs that a reward model learns from.
+
+    A row has the question as ``prompt`` (messages) and the right reply as ``completion``, so that
+    `SupervisedDataModule` trains on it and `PromptDataModule` makes a prompt of it. ``gold`` is
+    the right verdict (``A``, ``B`` or ``tie``) for `VerdictCorrect`, ``pair`` and ``exchanged``
+    say which pair it is and whether its candidates have changed places. All further columns stay.
+
+    The question is the one that `JudgeReward` asks with the same form, template, rubric and system
+    prompt in mode pairwise. Images of the prompt stand before it; candidates that are images or
+    videos stand in the place of the responses.
+
+    Args:
+        pairs: Rows as of `PreferenceDataModule`: a file, a folder, a hub id, a `Source` such as
+            `MediaPairs`, or rows from Python. Its files are in one folder.
+        form: How the verdict is asked for and given: ``line``, ``direct`` or ``answer``, see
+            `JudgeReward`.
+        template: Jinja2 text of the question in place of the form's, which may use ``prompt``,
+            ``responses``, ``letters``, ``rubric``, ``shown``, and columns.
+        rubric: What counts, in words.
+        rubric_column: Column with what counts in this row, such as ``criteria``, added to the
+            rubric.
+        system: System prompt; empty: none.
+        positions: ``random``: each pair once, the better one first in exactly half of them, as the
+            seed says; ``both``: each pair twice, its candidates exchanged; ``given``: as they are.
+            Rows with reasoning stay as they are, because it names the positions.
+        ties: Keep pairs of equally good candidates.
+        reasoning_column: Column with the reasoning that the reply begins with, where a row has
+            some; null: replies are verdicts alone.
+        prompt_column: Column with what the candidates answer.
+        label_column: Column with the label of candidate 0 and 1; null: ``preference`` or another
+            that `PreferenceDataModule` finds.
+        part: Which pairs. Two sources with the same data, seed and ``validation_fraction``, one
+            ``train`` and one ``validation``, share no prompt; with a share that a data module
+            holds out, both orders of a pair could be in different parts.
+        validation_fraction: Share of the pairs that ``validation`` gets.
+        seed: Of the positions and the parts.
+
+    Raises:
+        ValueError: The form is not known, or the template is none or does not show both responses.
+    """
+
+    def __init__(  # noqa: PLR0913  the keys of a user's config
+        self,
+        pairs: str | Source | Rows,
+        *,
+        form: FormName = "line",
+        template: str | None = None,
+        rubric: str | None = None,
+        rubric_column: str | None = None,
+        system: str = SYSTEM,
+        positions: Literal["random", "both", "given"] = "random",
+        ties: bool = True,
+        reasoning_column: str | None = "reasoning",
+        prompt_column: str = "prompt",
+        label_column: str | None = None,
+        part: Literal["all", "train", "validation"] = "all",
+        validation_fraction: float = 0.1,
+        seed: int = 0,
+    ) -> None:
+        self._given = Weighted(pairs).source
+        self._form = verdict_form(form)
+        self._template = JudgeTemplate(template or self._form.template)
+        self._rubric, self._rubric_column, self._system = rubric, rubric_column, system
+        if positions not in ("random", "both", "given"):
+            raise ValueError(f"positions is {positions!r}; choose random, both or given")
+        self._positions, self._ties = positions, ties
+        self._reasoning_column, self._prompt_column = reasoning_column, prompt_column
+        columns = {"preference": label_column} if label_column else {}
+        self._labels = LabelReader(("preference",), columns)
+        self._part, self._fraction, self._seed = part, validation_fraction, seed
+
+    @property
+    def name(self) -> str:
+        given = self._given
+        return f"verdicts on {given.name if isinstance(given, Source) else given}"
+
+    @property
+    def folder(self) -> Path | None:
+        folders = {source.folder for source in self._sources()}
+        if len(folders) > 1:
+            raise BadDataError(f"{self.name}: files of several folders; give each its own entry")
+        return folders.pop()
+
+    def prepare(self) -> None:
+        for source in self._sources():
+            source.prepare()
+
+    def rows(self) -> Iterable[Row | BadRow]:
+        entries = self._of_part(self._pairs())
+        decided = 0
+        for place, entry in entries:
+            if isinstance(entry, BadRow):
+                yield entry
+                continue
+            row, pair = entry
+            if pair.label == 0 and not self._ties:
+                continue
+            reasoning = self._reasoning(row)
+            for exchanged in self._orders(pair, place, decided, bool(reasoning)):
+                try:
+                    yield self._task(row, pair, reasoning, exchanged) | {"pair": place}
+                except BadRow as problem:
+                    yield problem
+            decided += pair.label != 0 and not reasoning
+
+    def _sources(self) -> tuple[Source, ...]:
+        given = self._given
+        assert isinstance(given, str | Source)
+        return resolve_source(given)
+
+    def _pairs(self) -> Iterator[tuple[str, tuple[Row, JudgedPair] | BadRow]]:
+        """Yield each pair with its place."""
+        for source in self._sources():
+            for number, row in enumerate(source.rows(), start=1):
+                place = f"{source.name}:{number}"
+                try:
+                    if isinstance(row, BadRow):
+                        raise row
+                    yield place, (row, read_pair(row, self._labels, self._prompt_column))
+                except BadRow as problem:
+                    yield place, problem
+
+    def _of_part(
+        self, entries: Iterable[tuple[str, tuple[Row, JudgedPair] | BadRow]]
+    ) -> Iterable[tuple[str, tuple[Row, JudgedPair] | BadRow]]:
+        if self._part == "all":
+            return entries
+        held = [*entries]
+        good = [n for n, (_, entry) in enumerate(held) if not isinstance(entry, BadRow)]
+        keys = [[*entry[1].keys()] for _, entry in held if not isinstance(entry, BadRow)]
+        train, validation = hold_out(keys, fraction=self._fraction, seed=self._seed)
+        left_out = {good[n] for n in (validation if self._part == "train" else train)}
+        return [entry for n, entry in enumerate(held) if n not in left_out]
+
+    def _reasoning(self, row: Row) -> str:
+        column = self._reasoning_column
+        return "" if column is None or is_empty(row.get(column)) else text_of(row, column).strip()
+
+    def _orders(
+        self, pair: JudgedPair, place: str, decided: int, reasoned: bool
+    ) -> tuple[bool, ...]:
+        """Return whether the candidates change places, for each question about them.
+
+        Args:
+            pair: The pair.
+            place: Where it stands.
+            decided: Pairs before it of which one candidate is better and which may be exchanged.
+            reasoned: Whether there is reasoning.
+        """
+        if reasoned or self._positions == "given":
+            return (False,)
+        if self._positions == "both":
+            return (False, True)
+        if pair.label == 0:
+            return (is_exchanged(self._seed, int(place.rpartition(":")[2]), index=1),)
+        # of two pairs that follow each other one has the better candidate first
+        better_first = is_exchanged(self._seed, decided // 2) ^ bool(decided % 2)
+        return ((pair.label > 0) != better_first,)
+
+    def _task(self, row: Row, pair: JudgedPair, reasoning: str, exchanged: bool) -> dict[str, Any]:
+        gold = _GOLD[pair.label]
+        gold = SWAPPED[gold] if exchanged else gold
+        content = self._question(row, pair, exchanged)
+        system = [{"role": "system", "content": self._system}] if self._system else []
+        return {
+            **{name: value for name, value in row.items() if name not in pair.read},
+            "prompt": [*system, {"role": "user", "content": content}],
+            "completion": self._form.write(gold, pair.shown, reasoning),
+            "gold": gold,
+            "exchanged": exchanged,
+        }
+
+    def _question(self, row: Row, pair: JudgedPair, exchanged: bool) -> str | list[dict[str, Any]]:
+        candidates = pair.candidates[::-1] if exchanged else pair.candidates
+        shown = [_parts(one.media) for one in candidates]
+        responses = [
+            "\n".join(filter(None, (f"\0{n}\0" if shown[n] else "", one.text)))
+            for n, one in enumerate(candidates)
+        ]
+        for column in self._template.columns:
+            if column not in row:
+                raise missing_column(column, row, setting="template")
+        try:
+            text = self._template.render(
+                prompt=prompt_text(pair.prompt),
+                responses=responses,
+                rubric=self._rubric_of(row),
+                shown=pair.shown,
+                **{name: row[name] for name in self._template.columns},
+            )
+        except RewardError as error:
+            raise BadRow("template failed", str(error)) from error
+        pieces = _MARK.split(text)
+        before = _parts(pair.media)
+        if len(pieces) == 1 and not any(shown):
+            return [*before, _text(text)] if before else text
+        if {*pieces[1::2]} != {"0", "1"}:
+            raise ValueError("template does not show both responses: use {{ responses[0] }} and …")
+        filled = (shown[int(one)] if odd % 2 else [_text(one)] for odd, one in enumerate(pieces))
+        return [*before, *(part for parts in filled for part in parts if part.get("text") != "")]
+
+    def _rubric_of(self, row: Row) -> str | None:
+        column = self._rubric_column
+        own = None if column is None else text_of(row, column, setting="rubric_column")
+        return "\n".join(filter(None, (self._rubric, own))) or None
+
+
+def _parts(media: MediaByKind) -> list[dict[str, Any]]:
+    return [{"type": kind, kind: value} for kind in KINDS for value in media[kind]]
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}

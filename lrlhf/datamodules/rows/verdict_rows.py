@@ -1,0 +1,121 @@
+"""One row of a preference data set as a question to a judge: prompt, candidates and label."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from lrlhf.datamodules.loading.sources import Row
+from lrlhf.datamodules.rows.bad_rows import BadRow
+from lrlhf.datamodules.rows.columns import text_of
+from lrlhf.datamodules.rows.media_rows import KINDS, media_columns, media_in, media_said
+from lrlhf.datamodules.rows.preference_labels import LabelReader
+from lrlhf.datamodules.rows.preference_rows import (
+    SHOWN_CANDIDATES,
+    PairTurns,
+    candidate_columns,
+    split_pair,
+)
+from lrlhf.rewards import completion_text
+from lrlhf.rewards.judge.forms import Shown
+from lrlhf.types import Message, Prompt
+
+MediaByKind = Mapping[str, list[Any]]
+
+
+class Judged(NamedTuple):
+    """One candidate."""
+
+    text: str
+    media: MediaByKind
+
+
+class JudgedPair(NamedTuple):
+    """Two candidates and what people said of them."""
+
+    prompt: Prompt
+    media: MediaByKind
+    """What the prompt shows."""
+    candidates: tuple[Judged, Judged]
+    label: float
+    """1: the first is better, -1: the second, 0: neither."""
+    read: frozenset[str]
+    """Columns that all this was read from."""
+
+    @property
+    def shown(self) -> Shown:
+        """What the candidates are."""
+        media = self.candidates[0].media
+        return "Image" if media["image"] else "Video" if media["video"] else "Response"
+
+    def keys(self) -> Iterator[str]:
+        """Yield what pairs of another split must not share: the prompt, or the candidates."""
+        if self.prompt or any(self.media.values()):
+            yield f"{self.prompt!r} {_digest(self.media)}"
+        else:
+            yield from (f"{one.text!r} {_digest(one.media)}" for one in self.candidates)
+
+
+def read_pair(row: Row, labels: LabelReader, prompt_column: str = "prompt") -> JudgedPair:
+    """Read a row of any kind that `PreferenceDataModule` takes.
+
+    Raises:
+        BadRow: A column is missing, or holds something else.
+    """
+    shown = _shown_pair(row, labels, prompt_column)
+    if shown is not None:
+        return shown
+    names = candidate_columns(row)
+    split = split_pair(row, prompt_column, names, hh_as_chat=True)
+    turns = split.prompt if isinstance(split, PairTurns) else ()
+    first, second = (Judged(_said(one), _nothing()) for one in (split.first, split.second))
+    return JudgedPair(
+        split.prompt,
+        media_said(turns, media_in(row)),
+        (first, second),
+        _label(row, labels, names),
+        frozenset({prompt_column, *names, *media_columns()}),
+    )
+
+
+def _shown_pair(row: Row, labels: LabelReader, prompt_column: str) -> JudgedPair | None:
+    """Read a pair whose candidates are images or videos, if it is one."""
+    for names, suffixes in SHOWN_CANDIDATES.items():
+        media = [media_in(row, suffix) for suffix in suffixes]
+        if not any(any(one.values()) for one in media):
+            continue
+        for suffix, one in zip(suffixes, media, strict=True):
+            if not any(one.values()):
+                raise BadRow("missing media", f"columns *{suffix} name no image and no video")
+        texts = (text_of(row, name) if row.get(name) is not None else "" for name in names)
+        first, second = map(Judged, texts, media)
+        columns = (column for suffix in ("", *suffixes) for column in media_columns(suffix))
+        return JudgedPair(
+            text_of(row, prompt_column),
+            media_in(row),
+            (first, second),
+            _label(row, labels, names),
+            frozenset({prompt_column, *names, *columns}),
+        )
+    return None
+
+
+def _label(row: Row, labels: LabelReader, names: tuple[str, str]) -> float:
+    unordered = names[0] == "candidate0"
+    return (labels.of_candidates(row) if unordered else labels.of_chosen(row))[0]
+
+
+def _said(answer: str | tuple[Message, ...]) -> str:
+    text = completion_text(answer)
+    if not text.strip():
+        raise BadRow("empty text", "a candidate has no text after the shared prompt")
+    return text.strip()
+
+
+def _nothing() -> MediaByKind:
+    return {kind: [] for kind in KINDS}
+
+
+def _digest(media: MediaByKind) -> str:
+    return hashlib.blake2b(repr(media).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,136 @@
+"""The teacher of a run: how it is loaded and asked, and how far the policy is from it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lrlhf.functional.distillation import TeacherRows, TeacherStatistics
+from lrlhf.functional.masking import masked_sum
+from lrlhf.models import CausalLM
+from lrlhf.models.teacher import TeacherModel, check_same_tokens, top_rows, vocabulary_size
+from lrlhf.modules.metrics.metric_sums import MetricSums
+from lrlhf.modules.policy.load_policy import LoadedPolicy
+from lrlhf.modules.policy.policy_settings import PolicySettings
+from lrlhf.modules.settings import Teacher
+from lrlhf.rollout.vllm.teacher_server import TeacherServer
+from lrlhf.run.quiet_output import quiet
+from lrlhf.types import Rollout, SequenceBatch, TeacherTokens
+
+EVALUATED = ("teacher_reverse_kl", "teacher_reverse_kl_sampled", "teacher_top_agreement")
+"""Names of what an evaluation measures of each response."""
+
+
+class Teaching:
+    """What says how probable tokens are to the teacher.
+
+    Args:
+        policy: Learns from it.
+        settings: Of the run, with a teacher.
+
+    Raises:
+        ValueError: The teacher has another tokenizer than the policy.
+    """
+
+    def __init__(self, policy: LoadedPolicy, settings: PolicySettings) -> None:
+        assert settings.teacher is not None
+        self.settings: Teacher = settings.teacher
+        self._temperature = settings.sampling.temperature
+        self._chunk_size = settings.update.logprob_chunk
+        self._policy = policy
+        self.model: TeacherModel | None = None
+        """None: a server holds it."""
+        self._server: TeacherServer | None = None
+        self._checked = False
+        if self.settings.model is not None:
+            self.model = _loaded(self.settings.model, policy)
+        elif self.settings.server is not None:
+            self._server = TeacherServer(self.settings.server)
+
+    @property
+    def in_loss(self) -> bool:
+        """Whether the update asks for the divergence."""
+        return self.settings.placement == "loss"
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether the teacher is asked once for each rollout, and what it said is kept."""
+        return self._server is not None or self.settings.top_k is not None
+
+    def tokens(self, rollout: Rollout) -> TeacherTokens:
+        """Ask the server about a rollout, or the model about a micro-batch of it."""
+        num_ids = self.settings.top_k or 1
+        vocabulary = vocabulary_size(self._policy.model)
+        if self.model is not None:
+            return self.model.to(rollout.input_ids.device).best(
+                rollout,
+                num_ids=num_ids,
+                vocabulary=vocabulary,
+                temperature=self._temperature,
+                chunk_size=self._chunk_size,
+            )
+        assert self._server is not None
+        if not self._checked:
+            self._server.check_tokens(self._policy.tokenizer)
+            self._checked = True
+        return self._server.ask(rollout, num_ids=num_ids, vocabulary=vocabulary)
+
+    def rows(self, batch: SequenceBatch) -> TeacherRows:
+        """Return what the teacher says of a micro-batch: what is kept, or what it is asked now."""
+        if isinstance(batch, Rollout) and batch.teacher is not None:
+            return top_rows(batch, batch.teacher)
+        assert self.model is not None, "what a server says is kept with the rollout"
+        model = self.model.to(batch.input_ids.device)
+        return model.rows(batch, temperature=self._temperature)
+
+    def rest(self) -> None:
+        """Free what its passes have gathered, and with ``offload`` its place on the device."""
+        if self.model is not None:
+            self.model.rest(offload=self.settings.offload)
+
+    def close(self) -> None:
+        """Break off what is asked of a server."""
+        if self._server is not None:
+            self._server.close()
+
+
+@quiet()
+def _loaded(given: str | CausalLM, policy: LoadedPolicy) -> TeacherModel:
+    spec = CausalLM(source=given, dtype="auto") if isinstance(given, str) else given
+    check_same_tokens(policy.tokenizer, spec.load_tokenizer(), source=spec.source)
+    return TeacherModel(spec.load(trainable=False))
+
+
+def measure_distance(
+    distance: TeacherStatistics, logprobs: Tensor, mask: Tensor, metrics: MetricSums
+) -> None:
+    """How far the policy is from its teacher, per token.
+
+    Args:
+        distance: `[B, T]` each.
+        logprobs: `[B, T]` of the policy.
+        mask: `[B, T]`, the tokens that count.
+        metrics: Told.
+    """
+    add = partial(_add_mean, mask=mask, metrics=metrics)
+    add("teacher/reverse_kl", distance.reverse_kl)
+    add("teacher/reverse_kl_sampled", logprobs.detach() - distance.logprobs)
+    add("teacher/top_agreement", distance.agrees.to(logprobs.dtype))
+
+
+def _add_mean(name: str, values: Tensor, *, mask: Tensor, metrics: MetricSums) -> None:
+    metrics.add(name, masked_sum(values, mask), mask.sum())
+
+
+def distance_of_responses(
+    distance: TeacherStatistics, logprobs: Tensor, mask: Tensor
+) -> dict[str, Tensor]:
+    """`[B]` by name: means over the tokens of each response; NaN: it has none."""
+    columns = (distance.reverse_kl, logprobs - distance.logprobs, distance.agrees.float())
+    return {
+        name: masked_sum(column, mask, dim=1)
+        / torch.where(mask.any(dim=1), mask.sum(dim=1), torch.nan)
+        for name, column in zip(EVALUATED, columns, strict=True)
+    }

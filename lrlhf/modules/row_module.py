@@ -1,0 +1,292 @@
+"""What modules that learn from the tokens of given rows have in common."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
+
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from lrlhf.functional.masking import masked_sum
+from lrlhf.guard.anomalies import locate
+from lrlhf.guard.bundle import StepBundle
+from lrlhf.guard.dump_replay import Retaken
+from lrlhf.guard.guard_settings import Guard, refuse_policy_limits
+from lrlhf.guard.step_watch import StepWatch
+from lrlhf.media import MediaProcessor
+from lrlhf.modules.base import TrainingModule
+from lrlhf.modules.metrics.metric_sums import MetricSums
+from lrlhf.modules.optimizers import OptimizerConfig
+from lrlhf.modules.policy.iteration import Iteration
+from lrlhf.modules.policy.load_policy import LoadedPolicy
+from lrlhf.modules.policy.row_step import RowStep, Stepped
+from lrlhf.modules.policy.update_batches import plan_micro_batches
+from lrlhf.modules.validation_sets import set_names
+from lrlhf.rollout import trim
+from lrlhf.run import Collectives
+from lrlhf.types import SequenceBatch, SupervisedBatch
+
+_WARMUP = 0.03
+"""Share of a run's steps, where the optimizer does not say."""
+
+RowsT = TypeVar("RowsT", bound=SequenceBatch)
+
+
+class RowOutputs(NamedTuple):
+    """What a model makes of rows."""
+
+    outputs: Tensor
+    """`[B, T]`, what the losses are computed from."""
+    losses: Tensor
+    """`[B, T]`, of every token."""
+    values: Mapping[str, Tensor] = {}
+    """`[B, T]` each, by the names that their means over the trained tokens are logged under."""
+    router_loss: Tensor | None = None
+    """Of a mixture of experts; None: there is none."""
+
+
+class RowModule(TrainingModule, Generic[RowsT]):
+    """Trains a model whose loss is a mean over trained tokens of given rows.
+
+    One training step is one optimizer step. Its loss is the mean over all trained tokens of its
+    rows, of all ranks: no padding, packing, split into micro-batches or share of a rank changes it.
+    A subclass calls `set_model`, and defines ``trainable_models`` and the abstract methods.
+
+    Args:
+        micro_batch_tokens: Tokens of one forward pass.
+        optimizer: AdamW and its schedule.
+        max_grad_norm: Clip the gradient to this norm.
+        guard: When an optimizer step is left out.
+        seed: Seeds dropout.
+        router_loss_coef: Weight of the load-balancing loss of a mixture of experts.
+    """
+
+    train_metric: ClassVar[str] = "train/loss"
+    stage: ClassVar[str]
+    """What dumps call the step."""
+    lr: ClassVar[float]
+    """Where the optimizer names none."""
+    output_name: ClassVar[str]
+    """What messages call the model's outputs."""
+    tokenizer: PreTrainedTokenizerBase
+    processor: MediaProcessor | None
+
+    def __init__(
+        self,
+        *,
+        micro_batch_tokens: int | Literal["auto"] | None,
+        optimizer: OptimizerConfig,
+        max_grad_norm: float,
+        guard: Guard,
+        seed: int | None,
+        router_loss_coef: float = 0.0,
+    ) -> None:
+        super().__init__(guard=guard, seed=seed)
+        refuse_policy_limits(guard, type(self).__name__)
+        if isinstance(micro_batch_tokens, int) and micro_batch_tokens < 1:
+            raise ValueError(f"micro_batch_tokens is {micro_batch_tokens}; it must be 1 or more")
+        if max_grad_norm <= 0:
+            raise ValueError(f"max_grad_norm is {max_grad_norm}; it must be above 0")
+        if router_loss_coef < 0:
+            raise ValueError(f"router_loss_coef is {router_loss_coef}; it must be 0 or more")
+        self.micro_batch_tokens = micro_batch_tokens
+        self.router_loss_coef = router_loss_coef
+        self.optimizer_config = optimizer
+        self.max_grad_norm = max_grad_norm
+        self.stateful["token_budget"] = self.token_budget
+        self._evaluated = MetricSums()
+
+    def set_model(self, loaded: LoadedPolicy) -> None:
+        """Take what is trained, and what reads for it."""
+        self._loaded = loaded
+        _, self.tokenizer, self.processor = loaded
+        self._rows = RowStep[RowsT](
+            [loaded.model],
+            max_tokens=self.micro_batch_tokens,
+            shared=False,
+            place_of=self._place_of,
+        )
+
+    # ---- what a subclass says of its rows
+
+    @abstractmethod
+    def rows_of(self, batch: Any, *, training: bool) -> RowsT:
+        """Return the rows of a batch; ``response_mask`` is what is trained on, or measured."""
+
+    @abstractmethod
+    def outputs_of(self, rows: RowsT) -> RowOutputs:
+        """Run the model over rows."""
+
+    @abstractmethod
+    def records_of(self, rows: RowsT, places: tuple[str, ...] | None) -> list[dict[str, Any]]:
+        """Describe each row in JSON types."""
+
+    @abstractmethod
+    def tell(
+        self, found: RowOutputs, rows: RowsT, records: list[dict[str, Any]], prefixes: set[str]
+    ) -> None:
+        """Add what was found of evaluated rows to their records."""
+
+    @abstractmethod
+    def metric_names(self) -> list[str]:
+        """Return the names of all metrics that evaluations may log."""
+
+    def derived(self, means: dict[str, float]) -> dict[str, float]:
+        """Add to the means by name what follows from them."""
+        return means
+
+    # ---- what callbacks and strategies ask for
+
+    def export_pretrained(self, folder: Path | None) -> None:
+        """Write the model, adapters merged, and its tokenizer, as ``transformers`` loads them."""
+        self._loaded.save(folder)
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        steps = self.trainer.estimated_stepping_batches
+        # a share of a run without an end is nothing
+        config = self.optimizer_config.filled(
+            lr=self.lr, warmup_steps=_WARMUP if math.isfinite(steps) else 0
+        )
+        built = config.build(self._model.named_parameters(), steps)
+        return [built.optimizer], [built.scheduler]
+
+    @property
+    def _model(self) -> nn.Module:
+        (model,) = self.trainable_models().values()
+        return model
+
+    # ---- training
+
+    def training_step(self, batch: SupervisedBatch, batch_idx: int) -> None:
+        it = Iteration(self)
+        it.metrics.add("train/lr", self.optimizer_of(0).param_groups[0]["lr"], 1.0)
+        with it.phase("update"):
+            self._take(self.rows_of(batch, training=True), it, batch.places)
+        self.advance_schedule(0)
+        self.token_budget.settle(it.ranks.least)
+        it.measure_times(float(batch.attention_mask.sum()))
+        for name, count in self.step_guard.metrics().items():
+            it.metrics.add(name, count, 1.0)
+        for name, value in self.derived(it.metrics.reduce(it.ranks, it.device)).items():
+            self.log(name, value, prog_bar=name == self.train_metric, batch_size=len(batch))
+
+    def _take(self, part: RowsT, it: Iteration, places: tuple[str, ...] | None = None) -> None:
+        """Take an optimizer step, unless there is nothing to learn from."""
+        self._model.train()
+        total = it.ranks.sum(part.response_mask.sum().float().to(it.device))
+        it.metrics.add("train/tokens", total, 1.0)
+        # a step without a gradient would still move the weights by the optimizer's momentum
+        if not total:
+            return
+
+        def loss_of(micro: RowsT, share: float, watch: StepWatch) -> Tensor:
+            found = self.outputs_of(micro)
+            watch.outputs[self.output_name] = found.outputs.detach()
+            mask = micro.response_mask
+            self._measure(found, micro, it.metrics, "train/")
+            loss = masked_sum(found.losses, mask) / total
+            if found.router_loss is not None:
+                it.metrics.add("train/router_loss", found.router_loss, share)
+                loss = loss + self.router_loss_coef * mask.sum() / total * found.router_loss
+            return loss
+
+        def bundle(seeds: tuple[int, ...], watch: StepWatch) -> StepBundle:
+            del watch
+            records = self.records_of(part, places)
+            return StepBundle(
+                stage=self.stage, batches={"part": part}, seeds=[seeds], context={}, records=records
+            )
+
+        stepped = Stepped(0, "train", self.max_grad_norm, freeze_steps=0)
+        self._rows.take(part, it, loss_of=loss_of, optimizers=[stepped], bundle=bundle)
+
+    @staticmethod
+    def _measure(found: RowOutputs, rows: RowsT, metrics: MetricSums, prefix: str) -> None:
+        """Add to the means over tokens whose names begin with ``prefix``."""
+        mask = rows.response_mask
+        for name, values in {"loss": found.losses, **found.values}.items():
+            metrics.add(f"{prefix}{name}", masked_sum(values.detach(), mask), mask.sum())
+
+    # ---- the guard
+
+    def _place_of(self, rows: RowsT, watch: StepWatch) -> str:
+        return locate(rows, watch.outputs, tokenizer=self.tokenizer, rows=watch.rows)
+
+    @property
+    def step_names(self) -> tuple[str, ...]:
+        """Stages whose steps `retake` knows."""
+        return (self.stage,)
+
+    def retake(self, bundle: StepBundle) -> Retaken:
+        """Take the step of a dump again, see `lrlhf.guard.dump_replay.Replayable`."""
+        part: Any = bundle.batches["part"]
+        self._take(part, Iteration(self, seeds=bundle.seeds[0]))
+        return Retaken(self.records_of(part, None))
+
+    # ---- evaluation
+
+    def validation_step(
+        self, batch: SupervisedBatch, batch_idx: int, dataloader_idx: int = 0
+    ) -> dict[str, Any]:
+        del batch_idx
+        named = set_names(self.trainer)[dataloader_idx]
+        return {"records": self._evaluate(batch, {"", f"{named}/" if named else ""})}
+
+    test_step = validation_step
+
+    def predict_step(
+        self, batch: SupervisedBatch, batch_idx: int, dataloader_idx: int = 0
+    ) -> list[dict[str, Any]]:
+        """Return a line for each row, as evaluations write them."""
+        del batch_idx, dataloader_idx
+        return self._evaluate(batch, set())
+
+    def _evaluate(self, batch: SupervisedBatch, prefixes: set[str]) -> list[dict[str, Any]]:
+        """Add rows to the metrics; returns a line for each."""
+        part, it = self.rows_of(batch, training=False), Iteration(self)
+        records = self.records_of(part, batch.places)
+        micro_batches = plan_micro_batches(
+            part, [self._loaded.model], it, max_tokens=self.micro_batch_tokens, shared=False
+        )
+        for one in micro_batches:
+            micro = trim(part.select(one.rows)).to(it.device)
+            found = self.outputs_of(micro)
+            for prefix in prefixes:
+                self._measure(found, micro, self._evaluated, prefix)
+            self.tell(found, micro, [records[row] for row in one.rows.tolist()], prefixes)
+        return records
+
+    def on_validation_epoch_start(self) -> None:
+        self._evaluated = MetricSums()  # of one that was broken off
+
+    def on_test_epoch_start(self) -> None:
+        self.on_validation_epoch_start()
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_evaluation("eval")
+
+    def on_test_epoch_end(self) -> None:
+        self._log_evaluation("test")
+
+    def evaluation_values(self) -> dict[str, float]:
+        """Return what the rows of all ranks were measured to be, by name."""
+        return self.derived(self._evaluated.reduce(Collectives(self.trainer), self.device))
+
+    def _log_evaluation(self, stage: str) -> None:
+        values = {f"{stage}/{name}": value for name, value in self.evaluation_values().items()}
+        # equal on all ranks already; sync_dist says so to Lightning
+        self.log_dict(values, batch_size=1, sync_dist=True)
+
+    def prefixes(self) -> list[str]:
+        """Return what names of metrics begin with: nothing, or the name of a validation set."""
+        return ["", *(f"{one}/" for one in set_names(self.trainer) if one)]
+
+    def evaluation_names(self) -> set[str]:
+        """Return the names of all metrics that evaluations may log."""
+        names = self.metric_names()
+        return {f"eval/{prefix}{name}" for prefix in self.prefixes() for name in names}

@@ -1,0 +1,144 @@
+"""From responses to what a judge is asked, and from its replies to verdicts."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lrlhf.rewards.function import Completion, column_of, completion_text
+from lrlhf.rewards.judge import templates, verdicts
+from lrlhf.rewards.judge.chat_endpoint import Reply
+from lrlhf.rewards.judge.comparisons import REFERENCE, Mode, comparisons_of
+from lrlhf.rewards.judge.forms import FormName, verdict_form
+from lrlhf.rewards.judge.questions import Question, Verdict
+from lrlhf.rewards.judge.templates import JudgeTemplate, prompt_text
+from lrlhf.types import Prompt
+
+_TEMPLATES = {"absolute": templates.ABSOLUTE, "listwise": templates.LISTWISE}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What is to be judged, one entry per response in each."""
+
+    prompts: Sequence[Prompt]
+    completions: Sequence[str]
+    shown: Sequence[Sequence[Any] | None]
+    """Stands for what each prompt shows, as JSON can say it."""
+    columns: Mapping[str, Sequence[Any]]
+    references: Sequence[Any] | None
+
+    def groups(self) -> list[list[int]]:
+        """Return the numbers of the responses that have the same to answer."""
+        found: defaultdict[str, list[int]] = defaultdict(list)
+        for row in range(len(self.completions)):
+            columns = {name: values[row] for name, values in self.columns.items()}
+            reference = self.references and self.references[row]
+            same = (self.prompts[row], self.shown[row], columns, reference)
+            found[json.dumps(same, default=str, sort_keys=True)].append(row)
+        return [*found.values()]
+
+    def text(self, row: int, of: int) -> Any:
+        """Return a response, or the reference answer to the prompt of another."""
+        if row != REFERENCE:
+            return self.completions[row]
+        return self.references[of] if self.references is not None else None
+
+
+class Asker:
+    """Writes the questions to a judge and reads its replies; options as in `JudgeReward`.
+
+    Raises:
+        ValueError: The template is none, or the options do not go together.
+    """
+
+    def __init__(
+        self,
+        mode: Mode,
+        form: FormName,
+        *,
+        template: str | None,
+        rubric: str | None,
+        opponents: int | None,
+        reference_column: str | None,
+        samples: int,
+        scale: tuple[float, float] = (1.0, 10.0),
+    ) -> None:
+        self._form = verdict_form(form)
+        if form != "line" and mode != "pairwise":
+            raise ValueError(f"form {form} is for mode: pairwise")
+        self._mode, self._samples = mode, samples
+        self._template = JudgeTemplate(template or _TEMPLATES.get(mode, self._form.template))
+        self._rubric, self._reference = rubric, reference_column
+        self._compare = comparisons_of(mode, opponents, reference_column)
+        self._low, self._high = scale
+        if not self._low < self._high:
+            raise ValueError(f"scale is {[*scale]}; give the worst rating, then the best")
+
+    def batch(
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[Completion],
+        shown: Sequence[Sequence[Any] | None],
+        columns: Mapping[str, Any],
+    ) -> Batch:
+        """Gather what the questions are made of."""
+        reference = self._reference
+        return Batch(
+            prompts,
+            [completion_text(completion) for completion in completions],
+            shown,
+            {name: column_of(columns, name, setting="template") for name in self._template.columns},
+            reference and column_of(columns, reference, setting="reference_column"),
+        )
+
+    def questions(self, batch: Batch) -> list[Question]:
+        """Return all that is asked of a batch.
+
+        Raises:
+            RewardError: A group has too few or too many responses to compare.
+        """
+        return [
+            Question(comparison, order, sample)
+            for group in batch.groups()
+            for comparison in self._compare(group)
+            for order in comparison.orders
+            for sample in range(self._samples)
+        ]
+
+    def text(self, batch: Batch, question: Question) -> str:
+        """Return the text of a question."""
+        own = question.about
+        return self._template.render(
+            prompt=prompt_text(batch.prompts[own]),
+            responses=[batch.text(row, own) for row in question.order],
+            rubric=self._rubric,
+            shown="Response",
+            low=f"{self._low:g}",
+            high=f"{self._high:g}",
+            **{name: values[own] for name, values in batch.columns.items()},
+        )
+
+    def read(self, question: Question, reply: Reply | None) -> Verdict:
+        """Return what a reply says; one that was cut off says nothing."""
+        if reply is None or not reply.finished:
+            return Verdict(None, reply)
+        if self._mode == "pairwise":
+            return Verdict(verdicts.choice_scores(self._form.read(reply.text)), reply)
+        verdict = verdicts.verdict_of(reply.text)
+        if verdict is None:
+            return Verdict(None, reply)
+        if self._mode == "absolute":
+            return Verdict(verdicts.read_rating(verdict, self._low, self._high), reply)
+        return Verdict(verdicts.read_ranking(verdict, len(question.order)), reply)
+
+
+def columns_asked(options: Mapping[str, Any]) -> Iterable[str]:
+    """Return the columns that a judge with these options needs."""
+    # built-in templates need none
+    template = options.get("template") or templates.ABSOLUTE
+    reference = options.get("reference_column")
+    return [*JudgeTemplate(template).columns, *([reference] if reference else [])]

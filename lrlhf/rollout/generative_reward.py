@@ -1,0 +1,317 @@
+"""A generative reward model in this process, which writes its verdicts."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from lrlhf.media import MediaError, MediaProcessor
+from lrlhf.models import CausalLM, load_processor, load_tokenizer, plain_model, ruled_out_ids
+from lrlhf.models.loading.pretrained import DType
+from lrlhf.rewards.dispatch import while_wanted
+from lrlhf.rewards.function import (
+    Completion,
+    LogExtra,
+    LogMetric,
+    RewardError,
+    RewardFunction,
+    check_positive,
+)
+from lrlhf.rewards.judge.asking import Asker, columns_asked
+from lrlhf.rewards.judge.chat_endpoint import Reply
+from lrlhf.rewards.judge.forms import FormName
+from lrlhf.rewards.judge.questions import notes_of, qualities, values_of
+from lrlhf.rewards.judge.templates import SYSTEM
+from lrlhf.rewards.learned_rows import (
+    Row,
+    encoded,
+    in_place,
+    rendered,
+    resolve_device,
+    token_limit,
+    without_marks,
+)
+from lrlhf.rollout.engines.transformers_engine import TransformersEngine
+from lrlhf.rollout.responses import untold_prompts
+from lrlhf.rollout.sampling import Sampling
+from lrlhf.rollout.texts import response_texts
+from lrlhf.types import Prompt
+
+
+class _Loaded(NamedTuple):
+    model: nn.Module
+    engine: TransformersEngine
+    tokenizer: PreTrainedTokenizerBase
+    processor: MediaProcessor | None
+    marks: tuple[str, ...]
+    """What stands for images and videos in the model's texts; a response must not say it."""
+    longest: float
+    """Tokens that a question may have."""
+    device: torch.device
+
+
+class _Request(NamedTuple):
+    """What the model is asked; equal ones have the same answer."""
+
+    text: str
+    shown: tuple[int, ...]
+    """Numbers of the images and videos of the prompt."""
+    sample: int
+
+    @property
+    def seed(self) -> int:
+        """Of the reply, the same in every batch and every run."""
+        digest = hashlib.blake2b(f"{self.sample} {self.text}".encode(), digest_size=4)
+        return int.from_bytes(digest.digest(), "big")
+
+
+_Shown = tuple[Sequence[Any], Sequence[Any]]
+"""Images and videos of a prompt."""
+
+
+class GenerativeReward(RewardFunction):
+    """How many of the other responses to a prompt a generative reward model prefers a response to.
+
+    The model is asked what `JudgeReward` asks in mode ``pairwise``, in both orders, and its values
+    are those of that mode: a response that wins in one order only has won half. It generates its
+    verdicts in this process, with the engine `TransformersEngine`. Train it by `SFT` and `RLOO` on
+    `VerdictTasks`, with the same form, rubric, template and system prompt. A large one is better
+    served by vLLM, and asked by `JudgeReward`.
+
+    A reply without a clear verdict, or that was cut off at ``max_new_tokens``, gives its comparison
+    no value (``generative/malformed_fraction``), and neither does a question that leaves no room
+    for the reply (``generative/too_long``); nothing is cut. ``generative/order_agreement`` is the
+    share of comparisons that both orders say the same of. The same question is answered once, and
+    always in the same way. The model is frozen, and loaded at the first use.
+
+    A vision-language model is shown the prompts' images and videos; a text model reads the text.
+
+    Args:
+        source: Folder of the trained model, hub id or ``package:<module>``.
+        form: Of the verdicts, as of `VerdictTasks`.
+        rubric: What counts, in words.
+        template: Jinja2 text of the question in place of the form's.
+        system: System prompt; empty: none.
+        opponents: How many others each response meets, an even number; null: all.
+        reference_column: Column of the answer that responses are compared with instead.
+        samples: How often each question is asked; the mean counts. Above 1 it needs a temperature.
+        temperature: Of the replies; 0 takes the most likely token.
+        max_new_tokens: Longest reply, reasoning included.
+        tokenizer: Source of the tokenizer; null: the model's.
+        chat_template: Jinja text for the question as a chat; null: the tokenizer's.
+        batch_size: Questions that are answered at once.
+        device: ``auto`` is the process's current GPU, if there is one.
+        dtype: Of the model; ``auto`` is as stored.
+        attn_implementation: As in ``from_pretrained`` of ``transformers``.
+        trust_remote_code: Run Python code that comes with the model.
+        offload: Keep the model in main memory between two calls.
+
+    Raises:
+        ValueError: An option is out of its range, or they do not go together.
+    """
+
+    ends_by_itself: ClassVar[bool] = True
+
+    @classmethod
+    def columns_read(cls, options: Mapping[str, Any]) -> Iterable[str]:
+        return columns_asked(options)
+
+    def __init__(  # noqa: PLR0913  the keys of a user's config
+        self,
+        source: str,
+        form: FormName = "line",
+        rubric: str | None = None,
+        template: str | None = None,
+        system: str = SYSTEM,
+        opponents: int | None = None,
+        reference_column: str | None = None,
+        samples: int = 1,
+        temperature: float = 0.0,
+        max_new_tokens: int = 512,
+        tokenizer: str | None = None,
+        chat_template: str | None = None,
+        batch_size: int = 16,
+        device: str = "auto",
+        dtype: DType = "auto",
+        attn_implementation: str | None = None,
+        trust_remote_code: bool = False,
+        offload: bool = False,
+    ) -> None:
+        check_positive(samples=samples, batch_size=batch_size)
+        if samples > 1 and temperature == 0:
+            raise ValueError(
+                "samples above 1 ask the same question again, and at temperature 0 the model says "
+                "the same again: give temperature"
+            )
+        self._asker = Asker(
+            "pairwise",
+            form,
+            template=template,
+            rubric=rubric,
+            opponents=opponents,
+            reference_column=reference_column,
+            samples=samples,
+        )
+        self._sampling = Sampling(temperature=temperature, max_new_tokens=max_new_tokens)
+        self._spec = CausalLM(
+            source=source,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+        )
+        self._system, self._chat_template = system, chat_template
+        self._tokenizer = tokenizer or source
+        self._batch_size, self._device, self._offload = batch_size, device, offload
+        self._loaded: _Loaded | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_loaded": None}  # a copy loads the model again, on its own device
+
+    def prepare(self) -> None:
+        """Load the model.
+
+        Raises:
+            ValueError: The source leads to no language model, or it cannot write so many tokens.
+        """
+        self._ready()
+
+    def __call__(
+        self,
+        *,
+        prompts: Sequence[Prompt],
+        completions: Sequence[Completion],
+        log_metric: LogMetric,
+        log_extra: LogExtra,
+        images: Sequence[Sequence[Any]] | None = None,
+        videos: Sequence[Sequence[Any]] | None = None,
+        **columns: Any,
+    ) -> list[float | None]:
+        loaded = self._ready()
+        media = _media_of(loaded, images, videos, count=len(completions))
+        batch = self._asker.batch(
+            prompts,
+            [without_marks(completion, loaded.marks) for completion in completions],
+            [[id(entry) for kind in own for entry in kind] for own in media],
+            columns,
+        )
+        questions = self._asker.questions(batch)
+        requests = {
+            one: _Request(
+                self._asker.text(batch, one), tuple(batch.shown[one.about] or ()), one.sample
+            )
+            for one in questions
+        }
+        distinct = {request: media[one.about] for one, request in requests.items()}
+        replies = self._replies(loaded, distinct)
+        found = {one: self._asker.read(one, replies.get(requests[one])) for one in questions}
+        log_metric("generative/too_long", len(distinct) - len(replies))
+        for name, value in qualities(questions, found).items():
+            log_metric(f"generative/{name}", value)
+        log_extra("judge", notes_of(questions, found, len(completions)))
+        return values_of(questions, found, len(completions))
+
+    def _ready(self) -> _Loaded:
+        if self._loaded is None:
+            trust = self._spec.trust_remote_code
+            model = self._spec.load(trainable=False)
+            tokenizer = load_tokenizer(self._tokenizer, trust_remote_code=trust)
+            config = plain_model(model).config
+            limit = token_limit(None, config, tokenizer)
+            if limit is not None and limit <= self._sampling.max_new_tokens:
+                raise ValueError(
+                    f"{self._spec.source!r} reads {limit} tokens, and max_new_tokens is "
+                    f"{self._sampling.max_new_tokens}: nothing is left for the question"
+                )
+            processor = load_processor(self._spec.source, trust_remote_code=trust)
+            device = resolve_device(self._device)
+            cast(nn.Module, model).to("cpu" if self._offload else device)
+            self._loaded = _Loaded(
+                model=model,
+                engine=TransformersEngine(),
+                tokenizer=tokenizer,
+                processor=MediaProcessor.for_model(processor, config),
+                marks=tuple(tokenizer.convert_ids_to_tokens(list(ruled_out_ids(config)))),
+                longest=math.inf if limit is None else limit - self._sampling.max_new_tokens,
+                device=device,
+            )
+            self._loaded.engine.attach(model, tokenizer)
+        return self._loaded
+
+    def _replies(
+        self, loaded: _Loaded, requests: Mapping[_Request, _Shown]
+    ) -> dict[_Request, Reply]:
+        """Answer requests, those that are too long left out."""
+        rows = {request: self._row(loaded, request, own) for request, own in requests.items()}
+        fits = {
+            request: row
+            for request, row in rows.items()
+            if row is not None and len(row.input_ids) <= loaded.longest
+        }
+        # of like lengths together, which need the least padding
+        order = sorted(fits, key=lambda request: len(fits[request].input_ids))
+        replies: dict[_Request, Reply] = {}
+        with in_place(loaded.model, loaded.device, offload=self._offload):
+            for start in while_wanted(range(0, len(order), self._batch_size)):
+                chosen = order[start : start + self._batch_size]
+                seeds = [request.seed for request in chosen]
+                found = self._generated(loaded, [fits[request] for request in chosen], seeds)
+                replies |= zip(chosen, found, strict=True)
+        return replies
+
+    def _row(self, loaded: _Loaded, request: _Request, shown: _Shown) -> Row | None:
+        """Encode a request; None: it is too long for the model."""
+        system = [{"role": "system", "content": self._system}] if self._system else []
+        parts = [
+            {"type": kind} for kind, own in zip(("image", "video"), shown, strict=True) for _ in own
+        ]
+        content = [*parts, {"type": "text", "text": request.text}] if parts else request.text
+        text = rendered(
+            loaded.tokenizer,
+            self._chat_template,
+            [*system, {"role": "user", "content": content}],
+            source=self._spec.source,
+            open_turn=True,
+        )
+        if loaded.processor is None or not parts:
+            return Row(encoded(loaded.tokenizer, text, specials=False))
+        try:
+            return Row(*loaded.processor.encode(text, *shown))
+        except MediaError as error:
+            if error.reason == "too long":
+                return None
+            raise RewardError(f"the model {self._spec.source!r}: {error}") from error
+
+    def _generated(
+        self, loaded: _Loaded, rows: Sequence[Row], seeds: Sequence[int]
+    ) -> Iterator[Reply]:
+        media = tuple(row.media for row in rows)
+        prompts = untold_prompts([row.input_ids for row in rows], media if any(media) else None).to(
+            loaded.device
+        )
+        rollout = loaded.engine.generate(prompts, self._sampling, num_generations=1, seeds=seeds)
+        texts = response_texts(prompts, rollout, loaded.tokenizer, self._sampling)
+        lengths = rollout.response_mask.sum(dim=1).tolist()
+        for text, cut, row, length in zip(
+            texts, rollout.truncated.tolist(), rows, lengths, strict=True
+        ):
+            yield Reply(str(text), not cut, len(row.input_ids), length)
+
+
+def _media_of(
+    loaded: _Loaded,
+    images: Sequence[Sequence[Any]] | None,
+    videos: Sequence[Sequence[Any]] | None,
+    *,
+    count: int,
+) -> list[_Shown]:
+    """Return images and videos of each prompt; none for a model that reads text alone."""
+    nothing: list[Sequence[Any]] = [()] * count
+    if loaded.processor is None:
+        return [((), ())] * count
+    return [*zip(images or nothing, videos or nothing, strict=True)]
