@@ -51,6 +51,10 @@ FAMILIAR_NAMES: Mapping[str, str] = {
     "teacher_model_server_url": "model.teacher.server",
     "kd_coef": "model.teacher.coef",
     **dict.fromkeys(("loss_top_k", "teacher_top_k"), "model.teacher.top_k"),
+    **dict.fromkeys(
+        ("vllm_structured_outputs_regex", "guided_regex", "structured_outputs_regex"),
+        "model.eval_sampling.structured, such as {regex: …}",
+    ),
     # optimizer
     **dict.fromkeys(("learning_rate", "lr", "actor_learning_rate"), "model.optimizer.lr"),
     "critic_learning_rate": "model.critic.optimizer.lr",

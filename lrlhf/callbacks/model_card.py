@@ -7,7 +7,7 @@ import json
 import platform
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -295,24 +295,42 @@ def _figures(origin: Origin) -> Iterator[_Figure]:
     for subset, records in subsets.items():
         yield from _of_policy(subset, [record for record in records if "score" in record])
         yield from _of_reward_model(subset, [record for record in records if "labels" in record])
+        yield from _of_texts(subset, [record for record in records if "logprob" in record])
 
 
 def _of_policy(subset: str, records: Sequence[Mapping[str, Any]]) -> Iterator[_Figure]:
-    """Mean scores; several responses to one prompt are one cluster."""
+    """Mean scores; several responses to one prompt are one cluster.
+
+    The temperature that comes first has plain names, others are ``t0.7/score``.
+    """
+    main = records[0].get("temperature") if records else None
     columns: dict[str, list[tuple[Any, float]]] = defaultdict(list)
     for number, record in enumerate(records):
         prompt = (record.get("source"), record.get("row", number))
         parts = record.get("rewards") or {}
         rewards = parts if len(parts) > 1 else {}
+        temperature = record.get("temperature")
+        label = "" if temperature == main else f"t{temperature:g}/"
         for name, value in {"score": record["score"], **rewards}.items():
             if value is not None:
-                columns[name].append((prompt, float(value)))
+                columns[label + name].append((prompt, float(value)))
     for name, found in columns.items():
-        told = mean_interval([value for _, value in found], [prompt for prompt, _ in found])
-        # values that are all alike tell nothing of their spread
-        known = told.low < told.high
-        low, high = (told.low, told.high) if known else (None, None)
-        yield _Figure(subset, name, told.mean, low, high, told.number)
+        yield _mean(subset, name, [value for _, value in found], [prompt for prompt, _ in found])
+
+
+def _of_texts(subset: str, records: Sequence[Mapping[str, Any]]) -> Iterator[_Figure]:
+    """Mean over given texts of the log-probability of their tokens."""
+    known = [one for one in records if one["tokens"] and one["logprob"] is not None]
+    if learnt := [one["logprob"] / one["tokens"] for one in known]:
+        yield _mean(subset, "mean_logprob", learnt, range(len(learnt)))
+
+
+def _mean(subset: str, name: str, values: Sequence[float], clusters: Sequence[Hashable]) -> _Figure:
+    told = mean_interval(values, clusters)
+    # values that are all alike tell nothing of their spread
+    known = told.low < told.high
+    low, high = (told.low, told.high) if known else (None, None)
+    return _Figure(subset, name, told.mean, low, high, told.number)
 
 
 def _of_reward_model(subset: str, records: Sequence[Mapping[str, Any]]) -> Iterator[_Figure]:

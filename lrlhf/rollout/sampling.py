@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
+
+_FORMATS = {"regex", "json", "choice", "grammar"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +30,9 @@ class Sampling:
             https://arxiv.org/abs/2410.21236); None: as the others. In training the advantages of
             each response then have the weight that makes up for it.
         first_top_k: Draw that token from this many of the likeliest ones; 0: from all.
+        structured: Format that vLLM holds responses to (structured output), as one of
+            ``{regex: …}``, ``{json: SCHEMA}``, ``{choice: [TEXT, …]}`` and ``{grammar: …}``; None:
+            any text. For evaluation alone, as penalties are.
         stop: Strings that end a response where they first appear. Their tokens stay part of it;
             the text that rewards and logs get ends before them.
         stop_in_text: Leave them in the text too, such as ``</answer>`` that a reward looks for.
@@ -46,6 +52,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     first_temperature: float | None = None
     first_top_k: int = 0
+    structured: dict[str, Any] | None = None
     stop: tuple[str, ...] = field(default=())
     stop_in_text: bool = False
 
@@ -77,6 +84,15 @@ class Sampling:
             raise ValueError(
                 f"sampling.first_top_k is {self.first_top_k}, but there is no first_temperature "
                 "that it goes with: set it, such as 30, or take top_k"
+            )
+        if self.structured is not None and (
+            len(self.structured) != 1
+            or not _FORMATS.issuperset(self.structured)
+            or None in self.structured.values()
+        ):
+            raise ValueError(
+                f"sampling.structured is {self.structured}; it must have one of "
+                f"{', '.join(sorted(_FORMATS))} and its value"
             )
         # null reaches this class from a config
         if self.stop is None or "" in self.stop:  # type: ignore[redundant-expr,unused-ignore]

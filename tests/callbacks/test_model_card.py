@@ -136,6 +136,28 @@ def test_parts_of_a_score_and_sets_have_rows_of_their_own(tmp_path: Path) -> Non
     assert all(row.split("|")[4].strip() == "" for row in rows)
 
 
+def test_temperatures_are_told_apart(tmp_path: Path) -> None:
+    records = [
+        {"source": "a", "row": row, "temperature": heat, "score": float(heat == 0), "rewards": {}}
+        for row in (1, 2, 3)
+        for heat in (0.0, 0.7, 0.7)
+    ]
+    made = card(tmp_path / "export", run=run_folder(tmp_path, records))
+    assert row_of(made, "score")[1] == "1"
+    assert row_of(made, "t0.7/score")[1] == "0"
+
+
+def test_texts_that_were_learnt_are_measured_by_the_token(tmp_path: Path) -> None:
+    records = [
+        {"prompt": "", "completion": "a", "tokens": tokens, "logprob": logprob}
+        for tokens, logprob in ((4, -8.0), (2, -2.0), (0, 0.0))
+    ]
+    made = card(tmp_path / "export", run=run_folder(tmp_path, records))
+    assert (
+        row_of(made, "mean&#95;logprob")[1] == "-1.5"
+    )  # of -2 and -1; nothing was learnt of the last
+
+
 def test_accuracy_of_a_reward_model_with_the_score_interval(tmp_path: Path) -> None:
     def pair(label: float | None, first: float, second: float) -> dict[str, Any]:
         return {"labels": {"r": label}, "scores0": {"r": first}, "scores1": {"r": second}}

@@ -20,6 +20,11 @@ from tests.cli.experiment import experiment
 from tests.distributed.runs import descendants
 
 STEPS = 16
+TRAINER, TRAIN_WORKER, REWARD_WORKER = (
+    r"^\S+ -m lrlhf fit",
+    r"ray::.*RayTrainWorker",
+    r"ray::Reward",
+)
 
 
 @contextmanager
@@ -75,14 +80,22 @@ def weights(config: Path, step: int) -> dict[str, torch.Tensor]:
     return saved
 
 
+def assert_equal(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *, atol: float = 0.0
+) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=atol, msg=name)
+
+
 def await_step(process: Any, config: Path, step: int) -> None:
     """Wait until so many steps are saved.
 
     Raises:
         RuntimeError: The launch ended before; with its output.
-        TimeoutError: They are not after five minutes.
+        TimeoutError: They are not after ten minutes.
     """
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline:
         saved = [int(path.stem[5:]) for path in (config.parent / "ck").glob("step=*.ckpt")]
         if max(saved, default=0) >= step:

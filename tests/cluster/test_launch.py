@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 pytest.importorskip("ray", reason="the extra ray is not installed")
 
 from tests.cluster.local_cluster import (
+    REWARD_WORKER,
     STEPS,
+    TRAIN_WORKER,
+    TRAINER,
+    assert_equal,
     await_step,
     cluster_of_three,
     ends_within,
@@ -30,11 +33,6 @@ pytestmark = [
     pytest.mark.timeout(1500),
     pytest.mark.filterwarnings("ignore"),  # Ray's own
 ]
-TRAINER, TRAIN_WORKER, REWARD_WORKER = (
-    r"^\S+ -m lrlhf fit",
-    r"ray::.*RayTrainWorker",
-    r"ray::Reward",
-)
 GUARDED = r"process_guard\.py"
 
 
@@ -91,10 +89,7 @@ def test_a_run_whose_processes_are_killed_ends_as_one_without_ray(
     # resumed, not begun again
     assert (config.parent / "ck" / "step=000001.ckpt").stat().st_mtime_ns == first
     for step in (1, 2, STEPS):
-        expected, found = weights(without, step), weights(config, step)
-        assert expected.keys() == found.keys()
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=0, atol=0, msg=f"{name}, {step}")
+        assert_equal(weights(config, step), weights(without, step))
     assert ends_within(20, lambda: bool(processes(cluster, f"{TRAINER}|{GUARDED}|ray::Reward")))
 
 

@@ -86,6 +86,17 @@ def test_penalties_are_for_evaluations(build, train) -> None:
     assert math.isfinite(run.trainer.callback_metrics["eval/score"])
 
 
+def test_formats_are_for_evaluations_by_engines_that_hold_responses_to_them(build, train) -> None:
+    held = Sampling(max_new_tokens=6, structured={"regex": "[a-z]+"})
+    with pytest.raises(ValueError, match=r"sampling\.structured rules tokens out"):
+        build(sampling=held, allow_truncated_sampling=True)
+    with pytest.raises(ValueError, match=r"eval_sampling\.structured: TransformersEngine holds no"):
+        train(build(eval_sampling=held))
+    for wrong in ({"regexp": "[a-z]+"}, {"regex": None}, {}):
+        with pytest.raises(ValueError, match="must have one of choice, grammar, json, regex"):
+            Sampling(structured=wrong)
+
+
 def test_columns_of_the_data_go_before_those_of_the_run(build, tokenizer) -> None:
     seen: list[Any] = []
 

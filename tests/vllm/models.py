@@ -1,5 +1,6 @@
 """Models that vLLM's CPU kernels take, and what is compared with them."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,27 @@ def assert_pushes_arrive(
         assert rollout.weight_version.tolist() == [version] * 4
         after = policy.state_dict()
         assert all(torch.equal(after[name], weight) for name, weight in before.items())
+
+
+def assert_structured(engine: SyncedEngine, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Ask for formats that a random policy does not meet by itself."""
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    for structured, expected in (
+        ({"regex": r"(yes|no), [0-9]{2}"}, r"(yes|no), [0-9]{2}"),
+        ({"choice": ["left", "right"]}, "left|right"),
+        ({"grammar": 'root ::= "a" | "b" "c"'}, "a|bc"),
+        ({"json": schema}, r'\{\s*"a"\s*:\s*(true|false)\s*\}'),
+    ):
+        rollout = engine.generate(
+            prompts_of(LONG, "short", tokenizer=tokenizer),
+            Sampling(max_new_tokens=64, structured=structured),
+            num_generations=2,
+            seeds=range(4),
+        )
+        rows = zip(rollout.input_ids, rollout.response_mask, strict=True)
+        texts = [tokenizer.decode(ids[mask], skip_special_tokens=True) for ids, mask in rows]
+        assert all(re.fullmatch(expected, text) for text in texts), texts
+        assert not rollout.truncated.any()
 
 
 def new_server(folder: Path, **options: Any) -> VLLMServerEngine:

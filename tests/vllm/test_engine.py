@@ -17,6 +17,7 @@ from lrlhf.rollout import (
 from tests.vllm.models import (
     LONG,
     assert_pushes_arrive,
+    assert_structured,
     build_policy,
     disturb,
     largest_gap,
@@ -84,6 +85,12 @@ def test_a_stop_string_ends_a_response_and_stays_in_it(
     stopped = [text for text in texts if not text.endswith(tokenizer.eos_token)]
     assert stopped
     assert all(text[-1] in "bcgh" and not set(text[:-1]) & set("bcgh") for text in stopped)
+
+
+def test_responses_are_held_to_a_format(
+    engine: VLLMEngine, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    assert_structured(engine, tokenizer)
 
 
 @pytest.mark.parametrize("broken", ["_reset_caches", "lrlhf.vllm_worker.model_repair._repack"])

@@ -17,6 +17,7 @@ from lrlhf.rollout.vllm.client import GENERATE
 from tests.vllm.models import (
     LONG,
     assert_pushes_arrive,
+    assert_structured,
     build_policy,
     client_of,
     prompts_of,
@@ -33,6 +34,12 @@ def test_pushes_agree_with_the_policy_each_time(
     assert policy is not None
     assert_pushes_arrive(server, policy, tokenizer)
     assert server.probe().mean < 1e-4
+
+
+def test_responses_are_held_to_a_format(
+    server: VLLMServerEngine, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    assert_structured(server, tokenizer)
 
 
 def test_every_route_that_changes_anything_asks_for_the_token(server: VLLMServerEngine) -> None:

@@ -287,8 +287,8 @@ def _counted(
 
 def _doubled(ids: NDArray[np.int32], specials: Mapping[int, str]) -> str:
     """Return the special token of the lowest id that stands twice in a row; empty: none."""
-    again = ids[1:][ids[1:] == ids[:-1]]
-    return next((specials[token] for token in np.unique(again).tolist() if token in specials), "")
+    again = {*ids[1:][ids[1:] == ids[:-1]].tolist()} & specials.keys()
+    return specials[min(again)] if again else ""
 
 
 def _of_pair(row: Row, draft: PairDraft, seen: Sequence[list[tuple[str, str]]]) -> AuditedRow:

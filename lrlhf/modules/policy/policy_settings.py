@@ -295,6 +295,12 @@ def _check_sampling(settings: PolicySettings) -> None:
             "penalty: set them to 1.0, 0.0 and 0.0 (eval_sampling may have them), and let the "
             "reward `repetition_penalty` punish repetition"
         )
+    if settings.sampling.structured is not None:
+        raise ValueError(
+            "sampling.structured rules tokens out that the policy would take, so responses would "
+            "not come from the policy that is trained: leave it out (eval_sampling may have it), "
+            "and let the reward `regex_format` teach the format"
+        )
     for name, options in settings.algorithm.beside.items():
         try:
             replace(settings.sampling, **options)

@@ -411,6 +411,11 @@ def _check_engine(engine: RolloutEngine, settings: PolicySettings) -> None:
             "log-probabilities do not compare with the policy's: set them to 1.0, 0, 0.0 and "
             "0, or take lrlhf.rollout.TransformersEngine (eval_sampling may cut)"
         )
+    if settings.eval_sampling.structured is not None and not can.structured:
+        raise ValueError(
+            f"eval_sampling.structured: {type(engine).__name__} holds no responses to a format; "
+            "leave it out, or take lrlhf.rollout.VLLMEngine or VLLMServerEngine"
+        )
     if settings.max_staleness > 0 and not can.concurrent:
         raise ValueError(
             f"max_staleness is {settings.max_staleness}, but model.engine is "

@@ -30,6 +30,7 @@ class Capabilities:
         media: It takes prompts with images or videos.
         updates_in_flight: It takes new weights while it generates, goes on with them, and says of
             each token which weights sampled it.
+        structured: It holds responses to a format (`Sampling.structured`).
     """
 
     holds_copy: bool = False
@@ -38,6 +39,7 @@ class Capabilities:
     tells_kept_mass: bool = True
     media: bool = True
     updates_in_flight: bool = False
+    structured: bool = False
 
 
 class RendersChat(Protocol):

@@ -128,6 +128,11 @@ class TransformersEngine(RolloutEngine):
         if not hasattr(self, "_policy"):
             raise RuntimeError("TransformersEngine.attach has not been called")
         check_seeds(seeds, prompts, num_generations)
+        if sampling.structured is not None:
+            raise ValueError(
+                "sampling.structured: TransformersEngine holds no responses to a format; leave it "
+                "out, or take lrlhf.rollout.VLLMEngine or VLLMServerEngine"
+            )
         if isinstance(self.max_batch_size, int) and self.max_batch_size < num_generations:
             raise ValueError(
                 f"engine.max_batch_size is {self.max_batch_size}, fewer than the "

@@ -8,11 +8,13 @@ import os
 import random
 import secrets
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 
+from lrlhf.rollout.engines.engine import Capabilities
 from lrlhf.rollout.engines.synced_engine import EngineFailure, Request
 from lrlhf.rollout.responses import Response
 from lrlhf.rollout.sampling import Sampling
@@ -63,6 +65,10 @@ class VLLMEngine(VLLMBase):
         self._lora_request: Any = None
         self._in_trainers_group = False
         self._broken = False
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, structured=True)
 
     def _start(self) -> None:
         if self._in_trainers_group:
@@ -163,6 +169,9 @@ class VLLMEngine(VLLMBase):
         vllm = import_vllm()
         shared = sampling_arguments(sampling, self._weights.model, self._tokenizer)
         shared["detokenize"] = bool(sampling.stop)
+        if sampling.structured is not None:
+            held = vllm.sampling_params.StructuredOutputsParams(**sampling.structured)
+            shared["structured_outputs"] = held
         parameters = [
             vllm.SamplingParams(
                 **{

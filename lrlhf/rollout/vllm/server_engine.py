@@ -137,6 +137,7 @@ class VLLMServerEngine(StartsServers):
             media=False,
             # an adapter is loaded under a new name, which requests that run do not hear of
             updates_in_flight=self._adapter is None,
+            structured=True,
         )
 
     # ------------------------------------------------------------------ life of the servers

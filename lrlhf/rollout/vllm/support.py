@@ -122,6 +122,8 @@ def sampling_arguments(
     if sampling.penalizes:
         names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
         arguments |= {name: getattr(sampling, name) for name in names}
+    if sampling.structured is not None:
+        arguments["structured_outputs"] = dict(sampling.structured)
     if sampling.stop:
         # a stop string may be a special token, such as the end of a chat turn
         arguments |= {"stop": list(sampling.stop), "skip_special_tokens": False}
