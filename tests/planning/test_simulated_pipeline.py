@@ -57,6 +57,16 @@ def test_batches_in_the_making_stand_still_during_a_push() -> None:
         assert seconds_ahead(queue, [parts], max_staleness=staleness) == 7
 
 
+def test_a_push_has_what_is_in_the_making_computed_anew() -> None:
+    # two responses to a prompt of 4 tokens, which is computed once: 4 s; 3 steps take 3 s
+    engine = Engine(DecodingStep(fixed=1.0), prompt_token=1.0)
+    queue = Queue([Replica(engine, 4)], [np.array([[5, 5]])])
+    queue.begin(0, 0.0)
+    queue.take_weights(7.0)
+    # the prompt and twice three tokens: 10 s; then the other two steps
+    assert queue.complete(0) == 7 + 10 + 2
+
+
 def test_no_batch_is_begun_before_its_weights_are_there() -> None:
     # training takes 20 s, and batches of 4 s are soon complete
     begun: list[tuple[int, float]] = []
@@ -69,8 +79,8 @@ def test_no_batch_is_begun_before_its_weights_are_there() -> None:
     engine = Engine(DecodingStep(fixed=1.0))
     queue = Noting([Replica(engine, 0)], [np.array([[4]])])
     assert seconds_ahead(queue, [_parts(4, train=20)], max_staleness=2) == 20
-    # pushes of iterations 0, 1, 2, … at 4, 24, 44, … begin batches 2, 3, 4, …
-    assert begun[:5] == [(0, 0), (1, 0), (2, 4), (3, 24), (4, 44)]
+    # pushes of iterations 0, 1, 2, … at 0, 24, 44, … begin batches 2, 3, 4, …
+    assert begun[:5] == [(0, 0), (1, 0), (2, 0), (3, 24), (4, 44)]
 
 
 def test_replicas_share_the_prompts_of_a_batch_and_wait_for_the_last() -> None:
@@ -89,8 +99,10 @@ def test_responses_that_come_later_wait_for_the_end_of_a_step() -> None:
 
 
 def test_several_batches_that_are_complete_at_once_count_with_the_wait_for_the_next() -> None:
-    # responses of 12 s beside each other: four batches in every 12 s, in bursts
+    # responses of 12 s beside each other. With K of 2 a push comes with each end of an update: three
+    # batches are complete one second after the other, each trains for a second and begins another,
+    # and the first of those is complete 13 s after the first of these
     parts = [_parts(12, train=1.0)] * 3
-    for staleness, seconds in ((1, 12), (2, 6), (4, 3)):
+    for staleness, seconds in ((1, 12), (2, 13 / 3), (4, 13 / 5)):
         queue = _queue([12], [12], [12])
         assert seconds_ahead(queue, parts, max_staleness=staleness) == pytest.approx(seconds)

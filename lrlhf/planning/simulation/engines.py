@@ -110,13 +110,7 @@ class Replica:
 
     def add(self, now: float, batch: int, lengths: NDArray[np.int64]) -> None:
         """Have responses of a batch wait from ``now`` on; lengths are `[groups, copies]`."""
-        if not self._running:
-            self.time = max(self.time, now)
-        elif now > self.time:
-            # the step that runs by then is completed first
-            steps = bisect_left(range(self._left + 1), now - self.time, key=self._seconds)
-            self.time, self._step = self.time + self._seconds(steps), self._step + steps
-            self._context += steps * len(self._running)
+        self._go_on_until(now)
         copies = lengths.shape[1]
         share = self._prompt / copies
         self._waiting += [
@@ -124,6 +118,13 @@ class Replica:
             for number, length in enumerate(lengths.ravel().tolist())
         ]
         self._fill()
+
+    def take_weights(self, now: float) -> None:
+        """Compute the keys and values of all running sequences anew, with other weights."""
+        self._go_on_until(now)
+        shared = sum(self._prompt - (one.cache - one.length) for _, one in self._running)
+        self.time += (self._context - shared) * self._engine.prompt_token
+        self._plan()
 
     def end_next(self) -> list[int]:
         """Go on until sequences end, and return the batch of each that did."""
@@ -144,6 +145,15 @@ class Replica:
         """Steps until a sequence ends."""
         return self._running[0][0] - self._step
 
+    def _go_on_until(self, now: float) -> None:
+        """Complete the step that runs by then."""
+        if not self._running:
+            self.time = max(self.time, now)
+        elif now > self.time:
+            steps = bisect_left(range(self._left + 1), now - self.time, key=self._seconds)
+            self.time, self._step = self.time + self._seconds(steps), self._step + steps
+            self._context += steps * len(self._running)
+
     def _seconds(self, steps: int) -> float:
         return self._engine.step.run(len(self._running), self._context, steps)
 
@@ -158,6 +168,9 @@ class Replica:
             heapq.heappush(self._running, (self._step + one.length, one))
             self._context += self._prompt
             self._reserved += one.cache
+        self._plan()
+
+    def _plan(self) -> None:
         self._planned = self.time + self._seconds(self._left) if self._running else math.inf
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from lrlhf.planning.live_bytes import Usage
 from lrlhf.planning.simulation.hardware import GPU, GPUS_PER_NODE, rates_of
 from lrlhf.planning.simulation.iteration import Layout, Links, Simulation, Workload
-from lrlhf.planning.simulation.pipeline import Phases
+from lrlhf.planning.simulation.pipeline import Phases, batches_in_the_making
 from lrlhf.planning.strategy_shares import OptimizerNeeds, Shares, Strategy, Weights
 
 USABLE = 0.9
@@ -122,10 +122,9 @@ class _Candidate:
     def least(self, staleness: int) -> float:
         """Return about what an iteration takes at least."""
         seconds = 0.0
+        batches = batches_in_the_making(staleness)
         for lengths, others in zip(self._lengths, self._others, strict=True):
-            generate = self._simulation.least_generation(
-                self.layout, lengths, batches=max(1, staleness)
-            )
+            generate = self._simulation.least_generation(self.layout, lengths, batches=batches)
             beside = others.trainer
             both = generate + beside if staleness == 0 else max(generate, beside)
             seconds += others.transfer + both

@@ -64,7 +64,13 @@ class Queue:
         for number, replica in enumerate(self._replicas):
             if len(part := lengths[number :: len(self._replicas)]):
                 replica.add(now, batch, part)
-                heapq.heappush(self._ends, (replica.next_end, number))
+                self._note(number)
+
+    def take_weights(self, now: float) -> None:
+        """Have what is in the making go on with other weights."""
+        for number, replica in enumerate(self._replicas):
+            replica.take_weights(now)
+            self._note(number)
 
     def complete(self, batch: int) -> float:
         """Go on until all of a batch's responses are there, and return when that was."""
@@ -84,18 +90,28 @@ class Queue:
         if replica.next_end == planned:  # else another batch has come since
             for batch in replica.end_next():
                 self._left[batch] -= 1
-            if replica.next_end < float("inf"):
-                heapq.heappush(self._ends, (replica.next_end, number))
+            self._note(number)
         return planned
+
+    def _note(self, number: int) -> None:
+        end = self._replicas[number].next_end
+        if end < math.inf:
+            heapq.heappush(self._ends, (end, number))
+
+
+def batches_in_the_making(max_staleness: int) -> int:
+    """Return how many batches are generated at the same time at most."""
+    return max_staleness + 1 if max_staleness > 1 else 1
 
 
 def seconds_ahead(queue: Queue, draws: Sequence[Phases], *, max_staleness: int) -> float:
     """Return the mean seconds of an iteration whose responses were begun up to K iterations before.
 
-    When the responses of an iteration are complete, its weights are pushed and it trains. With the
-    push the batch of K iterations later is begun, so that its responses come from weights that are
-    at most K updates old. Batches in the making share the replicas, the earlier first. A push makes
-    the replicas stand still.
+    With the push of an iteration's weights the batch of K iterations later is begun, so that its
+    responses come from weights that are at most K updates old. With K of 1 the push waits for the
+    responses of its iteration; above, it comes with the end of the update before it, and what is in
+    the making goes on with the new weights, from keys and values that are computed anew. Batches in
+    the making share the replicas, the earlier first. A push makes the replicas stand still.
 
     Args:
         queue: Nothing of it was begun.
@@ -103,20 +119,26 @@ def seconds_ahead(queue: Queue, draws: Sequence[Phases], *, max_staleness: int) 
         max_staleness: K, above 0.
     """
     paused = 0.0  # seconds in which replicas stood still
-    ends, waited = [0.0], 0.0
+    ends, waited, in_turns = [0.0], 0.0, max_staleness == 1
     for batch in range(max_staleness):
         queue.begin(batch, 0.0)
-    # where long responses limit, K batches are complete at nearly the same time, and then none for
-    # long: the mean is over whole rounds of K
-    counted = math.lcm(len(draws), max_staleness)
-    for index in range(max_staleness + 1 + counted):
+    # where long responses limit, all batches in the making are complete at nearly the same time, and
+    # then none for long: the mean is over whole rounds of them
+    round_of = batches_in_the_making(max_staleness)
+    counted = math.lcm(len(draws), round_of)
+    for index in range(round_of + 1 + counted):
         one = draws[index % len(draws)]
         # a batch may be complete before its turn
-        waited = max(waited, queue.complete(index) + paused)
+        if in_turns:
+            waited = max(waited, queue.complete(index) + paused)
         push = max(waited, ends[-1])
         queue.go_on_until(push - paused)
+        queue.take_weights(push - paused)
         queue.begin(index + max_staleness, push - paused)
         paused += one.transfer
-        ends.append(push + one.transfer + one.trainer)
+        begin = push + one.transfer
+        if not in_turns:
+            begin = max(begin, queue.complete(index) + paused)
+        ends.append(begin + one.trainer)
     last = [after - before for before, after in pairwise(ends)][-counted:]
     return sum(last) / len(last)

@@ -135,5 +135,6 @@ def _assumptions(name: str, gpu: GPU, work: Workload) -> list[str]:
         f"one iteration: {work.prompts} prompts × {work.copies} responses, {work.tokens:,.0f} "
         f"tokens, {work.steps} optimizer step(s)",
         "staleness: the updates that responses may be behind (max_staleness); above 0 generation "
-        "goes on beside training, so that the parts do not add up",
+        "goes on beside training, so that the parts do not add up; gains of less than a third are "
+        "within the error of what was measured",
     ]
