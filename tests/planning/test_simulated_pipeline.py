@@ -99,9 +99,9 @@ def test_responses_that_come_later_wait_for_the_end_of_a_step() -> None:
 
 
 def test_several_batches_that_are_complete_at_once_count_with_the_wait_for_the_next() -> None:
-    # responses of 12 s beside each other. With K of 2 a push comes with each end of an update: three
-    # batches are complete one second after the other, each trains for a second and begins another,
-    # and the first of those is complete 13 s after the first of these
+    # responses of 12 s beside each other. With K of 2 a push comes with each end of an update:
+    # three batches are complete one second after the other, each trains for a second and begins
+    # another, and the first of those is complete 13 s after the first of these
     parts = [_parts(12, train=1.0)] * 3
     for staleness, seconds in ((1, 12), (2, 13 / 3), (4, 13 / 5)):
         queue = _queue([12], [12], [12])

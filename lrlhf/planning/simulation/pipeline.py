@@ -122,8 +122,8 @@ def seconds_ahead(queue: Queue, draws: Sequence[Phases], *, max_staleness: int) 
     ends, waited, in_turns = [0.0], 0.0, max_staleness == 1
     for batch in range(max_staleness):
         queue.begin(batch, 0.0)
-    # where long responses limit, all batches in the making are complete at nearly the same time, and
-    # then none for long: the mean is over whole rounds of them
+    # where long responses limit, all batches in the making are complete at nearly the same time,
+    # and then none for long: the mean is over whole rounds of them
     round_of = batches_in_the_making(max_staleness)
     counted = math.lcm(len(draws), round_of)
     for index in range(round_of + 1 + counted):
