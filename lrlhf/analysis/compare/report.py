@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from rich.console import Console, RenderableType
@@ -171,7 +171,8 @@ def _table(rows: Sequence[Sequence[Any]], *, left: bool = False) -> Table:
     """Lay out headings and rows; the first column is text, the others are numbers unless left."""
     table = Table(box=None)
     for index, name in enumerate(rows[0]):
-        table.add_column(name, overflow="fold", justify="left" if left or not index else "right")
+        justify: Literal["left", "right"] = "left" if left or not index else "right"
+        table.add_column(name, overflow="fold", justify=justify, min_width=len(name))
     for row in rows[1:]:
         table.add_row(*(Text(one if isinstance(one, str) else _shown(one)) for one in row))
     return table
