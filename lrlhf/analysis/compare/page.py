@@ -103,8 +103,8 @@ def _forest(found: Comparison) -> Chart:
 
 
 def _finite(value: float) -> float | None:
-    """Too few prompts have no interval."""
-    return value if np.isfinite(value) else None
+    """Too few prompts have no interval; what differences of equal means leave is rounded to 0."""
+    return round(value, 12) + 0.0 if np.isfinite(value) else None
 
 
 def _power(found: Comparison, seen: Power) -> Chart:
