@@ -93,7 +93,9 @@ program.wait(1000) if sys.argv[1] == "wait" else (time.sleep(2), program.stop())
 """
 
 
-@pytest.mark.parametrize("end", ["stop", "kill the worker", "kill its child, as Ray does"])
+@pytest.mark.parametrize(
+    "end", ["stop", "kill the worker", "kill its child, as Ray does", "kill the guard"]
+)
 def test_nothing_is_left_of_a_program_that_started_others(end: str) -> None:
     task = "stop" if end == "stop" else "wait"
     worker = subprocess.Popen([sys.executable, "-c", WORKER, task])
@@ -104,7 +106,7 @@ def test_nothing_is_left_of_a_program_that_started_others(end: str) -> None:
     if end == "kill the worker":
         worker.kill()
     elif end != "stop":
-        family[0].kill()
+        family[1 if end == "kill the guard" else 0].kill()
     assert ends_within(15, lambda: any(one.is_running() for one in family))
     worker.kill()
     worker.wait()
