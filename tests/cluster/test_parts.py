@@ -8,6 +8,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,6 +55,38 @@ def test_a_worker_scores_as_the_rewards_that_it_was_given() -> None:
         ["q", "q"], packed([CompletionText(SEGMENTS), "four"]), [[1], [2]], [{}, {}], limited=True
     )
     assert result.scores.tolist() == [6.0, 8.0]
+
+
+def fails(completions: Sequence[str], **_: Any) -> list[float]:
+    raise OSError("no luck")
+
+
+class Worker:
+    """A `RewardWorker` as its actor handle is asked."""
+
+    def __init__(self, rewards: Rewards) -> None:
+        worker = RewardWorker(pickle.dumps(rewards), [])
+        self.score = SimpleNamespace(remote=partial(partial, worker.score))
+
+
+def test_failures_beside_a_run_count_apart_from_it_in_the_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def ask(rewards: Rewards) -> None:
+        rewards.score(["q"], ["a"], [[1]], [{}], limited=False)
+
+    errors = SimpleNamespace(RayTaskError=ChildProcessError, RayActorError=ProcessLookupError)
+    ray = SimpleNamespace(get=lambda call: call(), exceptions=errors)
+    monkeypatch.setattr(rewards_module, "import_ray", lambda: ray)
+    rewards = RayRewards([fails], max_failures=2)
+    rewards._worker = Worker(Rewards([fails], max_failures=2))
+    beside = rewards.beside_a_run()
+    ask(beside)
+    with pytest.raises(RewardError, match="failed in 2 batches"):
+        ask(beside)
+    ask(rewards)  # the first failure of the run
+    with pytest.raises(RewardError, match="failed in 2 batches"):
+        ask(rewards)
 
 
 def guarded(folder: Path, script: str) -> GuardedProgram:
