@@ -92,7 +92,7 @@ def test_sharded_trainers_and_a_learned_reward_in_a_worker_end_as_without_ray(
         if name == "run":
             command = launching(config, "null", "--cluster.rewards.workers=1")
         with running(command, ROOT) as process:
-            output, _ = process.communicate(timeout=400)
+            output, _ = process.communicate(timeout=700)
         assert process.returncode == 0, output
         ends.append(weights(config, 2))
     assert_equal(ends[1], ends[0], atol=1e-6)
