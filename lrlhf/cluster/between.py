@@ -5,11 +5,13 @@ A script:
     python between.py WORKER GUARD GRACE COMMAND...
 
 WORKER is the process id of the parent. It ends when the parent is gone, or with the guard's status.
+A guard that is killed could end nothing: what it leaves is ended here.
 """
 
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 import time
@@ -20,12 +22,17 @@ _LOOK_SECONDS = 0.2
 
 def main(worker: int, guard: str, rest: Sequence[str]) -> int:
     """Start the guard, for which this process is the one to look at, and wait."""
+    guarding = runpy.run_path(guard)  # by its path, as `lrlhf.cluster.guarded` says
+    guarding["adopt_orphans"]()
     started = subprocess.Popen([sys.executable, "-P", guard, str(os.getpid()), *rest])
     while (code := started.poll()) is None:
         if os.getppid() != worker:
             return 1  # which the guard notices
         time.sleep(_LOOK_SECONDS)
-    return code if code >= 0 else 128 - code
+    if code >= 0:
+        return code
+    guarding["end_descendants"](float(rest[0]))
+    return 128 - code
 
 
 if __name__ == "__main__":

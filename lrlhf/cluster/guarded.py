@@ -28,7 +28,8 @@ class GuardedProgram:
 
     Ray kills the direct children of a worker with it, which would be the guard, who could end
     nothing then. So a process stands between the two (`lrlhf.cluster.between`), which goes with the
-    worker, whoever ends that; and the guard sees it go.
+    worker, whoever ends that; and the guard sees it go. Either of them ends everything if the other
+    is killed.
 
     Args:
         command: Program and arguments.

@@ -11,7 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -65,19 +65,20 @@ def launch(cluster: Cluster, run: Run) -> int:
     try:
         _check_room(cluster, ray.cluster_resources())
         with noted_signals(second_interrupts=True) as asked, _placed(ray, cluster) as groups:
-            board = _board(ray)
             workers = _reward_workers(ray, cluster, run, groups)
+            folder = Path(cluster.storage or Path.cwd()).absolute()
+            board = _board(ray, folder / run.folder / "ray" / f"{namespace}.json")
             command = Command(
                 arguments=run.arguments,
-                folder=str(Path(cluster.storage or Path.cwd()).absolute()),
+                folder=str(folder),
                 run_folder=run.folder,
                 address=ray.get_runtime_context().gcs_address,
                 namespace=namespace,
                 environment=cluster.environment,
                 on_gpus=cluster.trainers.gpus > 0,
             )
-            fitting = in_background(lambda: _fitted(ray, cluster, command), name="ray-train")
-            _await_start(ray, fitting.done, board, asked)
+            fitting = in_background(lambda: _fitted(ray, cluster, command, board), name="ray-train")
+            _await_start(ray, fitting.done, board, asked, lambda: _waiting(ray, cluster, groups))
             status = _await(ray, fitting.done, board, asked)
             del workers  # an actor ends with the last handle to it
             if status is None:
@@ -116,28 +117,44 @@ def _check_room(cluster: Cluster, there: Mapping[str, float]) -> None:
     logger.warning("the run takes %s: it waits until nodes with that join the cluster", missing)
 
 
-def _board(ray: Any) -> Any:
+def _board(ray: Any, notes: Path) -> Any:
     # started again where it dies, and asked once more
     kept = {"max_restarts": -1, "max_task_retries": -1}
-    return ray.remote(num_cpus=0)(Board).options(name=BOARD, **kept).remote()
+    strategies = import_module("ray.util.scheduling_strategies")
+    # on this node, which can write to the run's folder, and without which the run ends anyway
+    here = strategies.NodeAffinitySchedulingStrategy(
+        ray.get_runtime_context().get_node_id(), soft=True
+    )
+    board = ray.remote(num_cpus=0)(Board)
+    return board.options(name=BOARD, scheduling_strategy=here, **kept).remote(str(notes))
 
 
-def _fitted(ray: Any, cluster: Cluster, command: Command) -> Any:
-    """Run the trainers, again where what watches over them is lost."""
+def _fitted(ray: Any, cluster: Cluster, command: Command, board: Any) -> Any:
+    """Run the trainers, again where what watches over them is lost, which forgets its count."""
+    most = left = cluster.max_failures
     for lost in itertools.count(1):
         try:
-            return trainers(cluster, command).fit()
+            return trainers(replace(cluster, max_failures=left), command).fit()
         except ray.exceptions.RayActorError as error:
-            if 0 <= cluster.max_failures < lost:
+            # one that was lost before it had started any counts too
+            started = max(lost, ray.get(board.attempts.remote()))
+            if 0 <= most < started:
                 raise LaunchError(
-                    f"Ray Train's controller was lost {lost} times, and max_failures of the "
-                    f"cluster is {cluster.max_failures}"
+                    f"Ray Train's controller was lost after the trainers were started again "
+                    f"{started - 1} times, and max_failures of the cluster is {most}"
                 ) from error
+            left = most if most < 0 else most - started
             logger.warning("Ray Train's controller was lost: the trainers are started again")
     raise AssertionError
 
 
-def _await_start(ray: Any, done: Callable[[], bool], board: Any, asked: Sequence[int]) -> None:
+def _await_start(
+    ray: Any,
+    done: Callable[[], bool],
+    board: Any,
+    asked: Sequence[int],
+    waiting: Callable[[], Sequence[str]],
+) -> None:
     """Wait for the first trainer, and say what waits for room where none comes."""
     deadline, looked = time.monotonic() + _UNPLACED_SECONDS, 0
     while not (done() or asked or looked or time.monotonic() > deadline):
@@ -145,8 +162,6 @@ def _await_start(ray: Any, done: Callable[[], bool], board: Any, asked: Sequence
         looked = ray.get(board.looks.remote())
     if done() or asked or looked:
         return
-    table = ray.util.placement_group_table().values()
-    waits = [group["name"] or "trainers" for group in table if group["state"] == "PENDING"]
     free = ", ".join(
         f"{name} {amount:g}"
         for name, amount in sorted(ray.available_resources().items())
@@ -157,9 +172,24 @@ def _await_start(ray: Any, done: Callable[[], bool], board: Any, asked: Sequence
         "process needs its share on one node, and another run, or another part of this one, may "
         "have taken it",
         _UNPLACED_SECONDS,
-        ", ".join(waits) or "nothing",
+        ", ".join(waiting()) or "nothing",
         free or "nothing",
     )
+
+
+def _waiting(ray: Any, cluster: Cluster, groups: Mapping[str, Any]) -> list[str]:
+    """Return what of this run waits for room; other runs may wait too."""
+    names = {group.id.hex(): name for name, group in groups.items()}
+    share = {name: amount for name, amount in cluster.trainers.bundle().items() if amount}
+    wanted = [share] * cluster.trainers.workers
+    waits = {
+        # that of Ray Train has no name
+        names.get(number, "trainers")
+        for number, group in ray.util.placement_group_table().items()
+        if group["state"] == "PENDING"
+        and (number in names or [*group["bundles"].values()] == wanted)
+    }
+    return sorted(waits)
 
 
 def _cluster_options(cluster: Cluster) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -15,6 +16,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from lrlhf.cluster.connection import NO_GPUS, free_place, import_ray, joined
 from lrlhf.cluster.guarded import GuardedProgram
 from lrlhf.rollout import VLLMServerEngine
@@ -27,6 +30,9 @@ from lrlhf.rollout.vllm.vllm_base import EngineStartError
 _POLL_SECONDS = 0.5
 _ANSWER_SECONDS = 30.0
 """That an actor may take to say how its server is, and to end it."""
+_FOLDER, _LOCK = "lrlhf-replica-", "lock"
+_KEPT_SECONDS = 24 * 3600.0
+"""How long the log of a server that failed stays on its node at least."""
 _TAIL_BYTES = 256 * 1024
 _OWN_HOST = "127.0.0.1"
 logger = logging.getLogger(__name__)
@@ -173,7 +179,10 @@ class Replica:
     """An actor that runs one server on its node."""
 
     def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="lrlhf-replica-"))
+        remove_stale_folders()
+        self._folder = Path(tempfile.mkdtemp(prefix=_FOLDER))
+        self._alive = FileLock(self._folder / _LOCK)
+        self._alive.acquire()
         self._log = self._folder / "vllm.log"
         self._server: GuardedProgram | None = None
 
@@ -211,10 +220,21 @@ class Replica:
         return f"{cause or f'it ended with status {code}'} (all of it is in {place})"
 
     def stop(self) -> None:
-        """End the server; what one that failed wrote stays."""
+        """End the server; what one that failed wrote stays for a day."""
         if self._server is not None and self._server.wait(0) is None:
             self._server.stop()
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def remove_stale_folders() -> None:
+    """Remove what actors on this node left that were killed, or whose server failed, a day ago."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
+        # of another user, removed in this moment, or of an actor that lives
+        with contextlib.suppress(PermissionError, FileNotFoundError, Timeout):
+            newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+            if time.time() - newest > _KEPT_SECONDS:
+                with FileLock(folder / _LOCK, blocking=False):
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def portable(command: Sequence[str]) -> tuple[list[str], dict[str, bytes]]:

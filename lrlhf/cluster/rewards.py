@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 import sys
@@ -33,6 +34,13 @@ class RayRewards(Rewards):
     """
 
     _worker: Any = None
+    _beside_a_run = False
+
+    def beside_a_run(self) -> RayRewards:
+        """Return the same functions, whose failures the workers count apart from the run's."""
+        own = copy.copy(self)
+        own._beside_a_run = True
+        return own
 
     def prepare(self) -> None:
         """Wait until the worker of this rank has loaded what the functions need.
@@ -81,6 +89,7 @@ class RayRewards(Rewards):
                 limited=limited,
                 on_request={"episodes": told} if told else None,
                 failed=failed,
+                beside_a_run=self._beside_a_run,
             )
         )
         return result
@@ -112,6 +121,7 @@ class RewardWorker:
     def __init__(self, rewards: bytes, path: Sequence[str]) -> None:
         sys.path += [folder for folder in path if folder not in sys.path]
         self._rewards: Rewards = pickle.loads(rewards)
+        self._beside_a_run = self._rewards.beside_a_run()
 
     def prepare(self) -> None:
         """Load what the functions need."""
@@ -123,12 +133,13 @@ class RewardWorker:
         completions: Iterable[PackedCompletion],
         completion_ids: Sequence[Sequence[int]],
         columns: Sequence[Mapping[str, Any]],
+        *,
+        beside_a_run: bool = False,
         **options: Any,
     ) -> RewardResult:
-        """Score responses, see `Rewards.score`."""
-        return self._rewards.score(
-            prompts, unpacked(completions), completion_ids, columns, **options
-        )
+        """Score responses, see `Rewards.score` and `Rewards.beside_a_run`."""
+        rewards = self._beside_a_run if beside_a_run else self._rewards
+        return rewards.score(prompts, unpacked(completions), completion_ids, columns, **options)
 
 
 PackedCompletion = tuple[Completion, Any]

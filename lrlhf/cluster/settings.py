@@ -84,7 +84,8 @@ class Cluster:
     rollouts: Rollouts = field(default_factory=Rollouts)
     rewards: RewardWorkers = field(default_factory=RewardWorkers)
     max_failures: int = 3
-    """How often the trainers are started again after one was lost; -1: always."""
+    """How often the trainers are started again after one, or what watches over them, was lost; -1:
+    always."""
     storage: str | None = None
     """Folder that all nodes share, where the trainers work and relative paths of the config start.
     null: the folder in which ``lrlhf launch`` was called."""

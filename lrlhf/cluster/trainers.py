@@ -68,13 +68,21 @@ class Command:
 class Board:
     """An actor that trainers look at every second.
 
-    It knows whether they are asked to end, and how the first of them has ended.
+    It knows whether they are asked to end, how often all of them were started, and how the first of
+    each such attempt has ended.
+
+    Args:
+        notes: File that keeps this for an actor that is started again, which is then asked to end
+            once more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, notes: str) -> None:
         self._asked = False
         self._looks = 0
-        self._ended: dict[str, int] = {}
+        self._notes = Path(notes)
+        self._ended: dict[str, int | None] = {}
+        if self._notes.exists():
+            self._ended = json.loads(self._notes.read_text())
 
     def ask_to_end(self) -> int:
         """Ask all trainers to end after their step; returns how often one has looked."""
@@ -88,11 +96,25 @@ class Board:
     def look(self, attempt: str) -> tuple[bool, int | None]:
         """Tell a trainer whether it is asked to end, and the first status of its attempt."""
         self._looks += 1
+        if attempt not in self._ended:
+            self._note(attempt, None)
         return self._asked, self._ended.get(attempt)
 
     def end(self, attempt: str, status: int) -> None:
         """Note that a trainer has ended with a status for which none is started again."""
-        self._ended.setdefault(attempt, status)
+        if self._ended.get(attempt) is None:
+            self._note(attempt, status)
+
+    def attempts(self) -> int:
+        """Return how often trainers were started."""
+        return len(self._ended)
+
+    def _note(self, attempt: str, status: int | None) -> None:
+        self._ended[attempt] = status
+        self._notes.parent.mkdir(parents=True, exist_ok=True)
+        new = self._notes.with_suffix(".new")
+        new.write_text(json.dumps(self._ended))
+        new.replace(self._notes)  # whole or not at all
 
 
 def trainers(cluster: Cluster, command: Command) -> Any:

@@ -116,3 +116,9 @@ def test_it_launches_on_a_volume_that_all_pods_mount(manifest: Any) -> None:
         for container in pod["containers"]:
             mounts = {one["mountPath"]: one["name"] for one in container["volumeMounts"]}
             assert mounts["/runs"] == claim
+
+
+def test_a_job_that_is_stopped_has_time_for_a_step_and_a_checkpoint(manifest: Any) -> None:
+    head = manifest["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    given = {one["name"]: one["value"] for one in head["env"]}
+    assert int(given["RAY_JOB_STOP_WAIT_TIME_S"]) >= 300

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 pytest.importorskip("ray", reason="the extra ray is not installed")
 
+from lrlhf.models import ScoreModel
 from tests.cluster.local_cluster import (
     REWARD_WORKER,
     STEPS,
@@ -68,6 +71,35 @@ def test_a_trial_on_one_machine_trains_and_saves_a_config_of_fit(
     saved = yaml.safe_load((config.parent / "config.yaml").read_text())
     assert saved["model"]["init_args"]["rewards"]["class_path"] == "lrlhf.rewards.Rewards"
     assert (saved["trainer"]["devices"], saved["trainer"]["num_nodes"]) == (2, 1)
+
+
+@pytest.mark.exhaustive
+def test_sharded_trainers_and_a_learned_reward_in_a_worker_end_as_without_ray(
+    model_folder: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    torch.manual_seed(5)
+    ScoreModel(source=model_folder).load().save_pretrained(tmp_path / "reward", tokenizer)
+    learned = {"class_path": "LearnedReward", "init_args": {"source": str(tmp_path / "reward")}}
+    rewards = {"class_path": "Rewards", "init_args": {"functions": [learned]}}
+    ends = []
+    for name in ("without", "run"):
+        config = write_run(tmp_path / name, model_folder, rewards=rewards)
+        content = yaml.safe_load(config.read_text())
+        fully = {"class_path": "FSDP2", "init_args": {"checkpoint": "full"}}
+        content["trainer"] |= {"strategy": fully, "max_steps": 2}
+        config.write_text(yaml.safe_dump(content))
+        command = fit(config, "--trainer.devices=2")
+        if name == "run":
+            command = launching(config, "null", "--cluster.rewards.workers=1")
+        with running(command, ROOT) as process:
+            output, _ = process.communicate(timeout=700)
+        assert process.returncode == 0, output
+        ends.append(weights(config, 2))
+    assert_equal(ends[1], ends[0], atol=1e-6)
+    # the reward has trained something
+    first = AutoModelForCausalLM.from_pretrained(model_folder).state_dict()
+    moved = [(ends[0][f"policy.{name}"] - one).abs().max() for name, one in first.items()]
+    assert max(moved) > 1e-3
 
 
 @pytest.mark.exhaustive

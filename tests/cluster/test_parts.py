@@ -4,10 +4,11 @@ import json
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,17 +16,15 @@ from typing import Any
 import psutil
 import pytest
 
-from lrlhf.cluster import Cluster, launch, trainers
+from lrlhf.cluster import Cluster, Trainers, launch, trainers
 from lrlhf.cluster import rewards as rewards_module
 from lrlhf.cluster.connection import ENVIRONMENT
 from lrlhf.cluster.guarded import GuardedProgram
-from lrlhf.cluster.replicas import RayServer, RayServerEngine, Replica, adapted, portable
 from lrlhf.cluster.rewards import RayRewards, RewardWorker, packed, unpacked
 from lrlhf.cluster.trainers import Board, _attend
 from lrlhf.noted_signals import noted_signals
 from lrlhf.rewards import Rewards, completion_segments
 from lrlhf.rewards.function import CompletionText, CompletionTurns, RewardError, TextSegment
-from lrlhf.rollout.vllm.vllm_base import EngineStartError
 from lrlhf.run.folder_lock import FOLDER_WAIT
 from tests.cluster.local_cluster import ends_within
 from tests.cluster.toys import sampled_characters
@@ -53,6 +52,38 @@ def test_a_worker_scores_as_the_rewards_that_it_was_given() -> None:
         ["q", "q"], packed([CompletionText(SEGMENTS), "four"]), [[1], [2]], [{}, {}], limited=True
     )
     assert result.scores.tolist() == [6.0, 8.0]
+
+
+def fails(**_: Any) -> list[float]:
+    raise OSError("no luck")
+
+
+class Worker:
+    """A `RewardWorker` as its actor handle is asked."""
+
+    def __init__(self, rewards: Rewards) -> None:
+        worker = RewardWorker(pickle.dumps(rewards), [])
+        self.score = SimpleNamespace(remote=partial(partial, worker.score))
+
+
+def test_failures_beside_a_run_count_apart_from_it_in_the_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def ask(rewards: Rewards) -> None:
+        rewards.score(["q"], ["a"], [[1]], [{}], limited=False)
+
+    errors = SimpleNamespace(RayTaskError=ChildProcessError, RayActorError=ProcessLookupError)
+    ray = SimpleNamespace(get=lambda call: call(), exceptions=errors)
+    monkeypatch.setattr(rewards_module, "import_ray", lambda: ray)
+    rewards = RayRewards([fails], max_failures=2)
+    rewards._worker = Worker(Rewards([fails], max_failures=2))
+    beside = rewards.beside_a_run()
+    ask(beside)
+    with pytest.raises(RewardError, match="failed in 2 batches"):
+        ask(beside)
+    ask(rewards)  # the first failure of the run
+    with pytest.raises(RewardError, match="failed in 2 batches"):
+        ask(rewards)
 
 
 def guarded(folder: Path, script: str) -> GuardedProgram:
@@ -93,7 +124,9 @@ program.wait(1000) if sys.argv[1] == "wait" else (time.sleep(2), program.stop())
 """
 
 
-@pytest.mark.parametrize("end", ["stop", "kill the worker", "kill its child, as Ray does"])
+@pytest.mark.parametrize(
+    "end", ["stop", "kill the worker", "kill its child, as Ray does", "kill the guard"]
+)
 def test_nothing_is_left_of_a_program_that_started_others(end: str) -> None:
     task = "stop" if end == "stop" else "wait"
     worker = subprocess.Popen([sys.executable, "-c", WORKER, task])
@@ -104,20 +137,10 @@ def test_nothing_is_left_of_a_program_that_started_others(end: str) -> None:
     if end == "kill the worker":
         worker.kill()
     elif end != "stop":
-        family[0].kill()
+        family[1 if end == "kill the guard" else 0].kill()
     assert ends_within(15, lambda: any(one.is_running() for one in family))
     worker.kill()
     worker.wait()
-
-
-def test_a_command_takes_its_model_and_address_elsewhere(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes(b"{}")
-    command = ["python", "-m", "x", "--model", str(tmp_path), "--host", "127.0.0.1", "--port", "0"]
-    sent, files = portable(command)
-    assert files == {"config.json": b"{}"}
-    assert adapted(sent, {"--model": "/there", "--host": "10.0.0.7", "--port": "81"}) == [
-        *("python", "-m", "x", "--model", "/there", "--host", "10.0.0.7", "--port", "81")
-    ]
 
 
 def test_the_first_signal_is_noted_and_the_second_interrupts() -> None:
@@ -130,19 +153,25 @@ def test_the_first_signal_is_noted_and_the_second_interrupts() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_board_counts_looks_and_passes_on_what_was_asked() -> None:
-    board = Board()
+def test_a_board_counts_looks_and_passes_on_what_was_asked(tmp_path: Path) -> None:
+    board = Board(str(tmp_path / "notes"))
     assert [board.look("a"), board.look("a")] == [(False, None), (False, None)]
     assert board.ask_to_end() == board.looks() == 2
     assert board.look("a") == (True, None)
 
 
-def test_a_board_keeps_the_first_end_of_each_attempt() -> None:
-    board = Board()
+def test_a_board_keeps_the_first_end_of_each_attempt_also_when_it_is_started_again(
+    tmp_path: Path,
+) -> None:
+    notes = str(tmp_path / "ray" / "notes.json")
+    board = Board(notes)
+    assert board.look("a") == (False, None)
     board.end("a", 2)
     board.end("a", 143)
-    assert board.look("a") == (False, 2)
-    assert board.look("b") == (False, None)
+    for one in (board, Board(notes)):
+        assert one.look("a") == (False, 2)
+        assert one.look("b") == (False, None)
+        assert one.attempts() == 2
 
 
 class Ends:
@@ -213,15 +242,6 @@ def test_a_program_whose_guard_alone_is_ended_is_not_through(tmp_path: Path) -> 
     assert program.wait(60) == 128 + signal.SIGTERM
 
 
-def test_a_server_that_has_ended_says_on_which_node_its_log_is(tmp_path: Path) -> None:
-    replica = Replica()
-    replica._server = guarded(tmp_path, "raise SystemExit(7)")
-    replica._log = tmp_path / "log"
-    assert replica._server.wait(60) == 7
-    told = f"it ended with status 7 (all of it is in {tmp_path}/log on {socket.gethostname()})"
-    assert replica.ended() == told
-
-
 def test_a_batch_that_kills_every_worker_is_an_error_of_the_rewards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -245,58 +265,77 @@ def test_without_a_cluster_a_launch_says_how_to_start_one(monkeypatch: pytest.Mo
 
 
 class Fitting:
-    """Stands for Ray Train's trainer: its controller is lost so often."""
+    """Stands for Ray Train's trainer: so many starts of trainers until each loss of a controller.
 
-    def __init__(self, losses: int) -> None:
-        self.losses = losses
+    It is a board too, which counts them.
+    """
 
-    def __call__(self, *_: Any) -> Any:
+    def __init__(self, starts: Sequence[int]) -> None:
+        self.starts = list(starts)
+        self.count = 0
+        self.allowed: list[int] = []
+        self.attempts = SimpleNamespace(remote=lambda: self.count)
+
+    def __call__(self, cluster: Cluster, _: Any) -> Any:
+        self.allowed.append(cluster.max_failures)
         return SimpleNamespace(fit=self.fit)
 
     def fit(self) -> str:
-        self.losses -= 1
-        if self.losses >= 0:
-            raise ProcessLookupError
-        return "through"
+        if not self.starts:
+            return "through"
+        self.count += self.starts.pop(0)
+        raise ProcessLookupError
 
 
-RAY = SimpleNamespace(exceptions=SimpleNamespace(RayActorError=ProcessLookupError))
+RAY = SimpleNamespace(
+    exceptions=SimpleNamespace(RayActorError=ProcessLookupError), get=lambda count: count
+)
 
 
-def test_a_run_whose_controller_is_lost_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "trainers", Fitting(2))
-    assert launch._fitted(RAY, Cluster(max_failures=2), None) == "through"  # type: ignore[arg-type]
-
-
-def test_a_controller_that_is_lost_too_often_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "trainers", Fitting(3))
-    with pytest.raises(launch.LaunchError, match="lost 3 times, and max_failures of the cluster"):
-        launch._fitted(RAY, Cluster(max_failures=2), None)  # type: ignore[arg-type]
-
-
-def test_replicas_on_gpus_take_weights_by_nccl_and_the_gpus_that_ray_gives(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("most", "starts", "allowed"),
+    [
+        (2, [1, 1], [2, 1, 0]),
+        (5, [3, 1], [5, 2, 1]),  # two restarts of Ray Train, then the controller, then it again
+        (5, [0, 0], [5, 4, 3]),  # lost before any trainer
+        (-1, [4, 4], [-1, -1, -1]),
+    ],
+)
+def test_a_controller_that_is_started_again_may_restart_as_often_as_is_left(
+    monkeypatch: pytest.MonkeyPatch, most: int, starts: list[int], allowed: list[int]
 ) -> None:
-    monkeypatch.setattr("lrlhf.cluster.replicas.is_cpu", lambda: False)
-    engine = RayServerEngine(replicas=2, visible_devices="6,7")
-    assert engine._server_transport() == "nccl"
-    assert [engine._devices(number) for number in range(2)] == [None, None]
-    assert RayServerEngine(transport="gloo")._server_transport() == "gloo"
+    fitting: Any = Fitting(starts)
+    monkeypatch.setattr(launch, "trainers", fitting)
+    command: Any = None
+    assert launch._fitted(RAY, Cluster(max_failures=most), command, fitting) == "through"
+    assert fitting.allowed == allowed
 
 
-def test_a_replica_is_told_what_its_node_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    server = RayServer(
-        0,
-        command=lambda: [],
-        environment=lambda token: {**os.environ, "VLLM_API_KEY": token, "OWN": "1"},
-        timeout=1.0,
-        explain=lambda reason: EngineStartError(reason),
-    )
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
-    told = server._told("secret")
-    expected = {"VLLM_API_KEY": "secret", "OWN": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    assert {name: told[name] for name in expected} == expected
-    assert not {"CUDA_VISIBLE_DEVICES", "PATH"} & told.keys()
-    assert server.alive() is False
-    server.stop()
+@pytest.mark.parametrize(("starts", "again"), [([1, 1, 1], 2), ([3], 2), ([0, 0, 0], 2)])
+def test_a_controller_that_is_lost_too_often_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, starts: list[int], again: int
+) -> None:
+    fitting: Any = Fitting(starts)
+    monkeypatch.setattr(launch, "trainers", fitting)
+    command: Any = None
+    with pytest.raises(launch.LaunchError, match=f"again {again} times, and max_failures"):
+        launch._fitted(RAY, Cluster(max_failures=2), command, fitting)
+
+
+def test_what_waits_for_room_is_of_this_run_alone() -> None:
+    def group(state: str, *bundles: dict[str, float]) -> dict[str, Any]:
+        return {"name": "", "state": state, "bundles": dict(enumerate(bundles))}
+
+    table = {
+        "aa": group("PENDING", {"CPU": 1.0}),
+        "bb": group("CREATED", {"CPU": 2.0}),
+        "cc": group("PENDING", {"CPU": 6.0, "GPU": 1.0}, {"CPU": 6.0, "GPU": 1.0}),
+        "dd": group("PENDING", {"CPU": 4.0}),  # another run's
+    }
+    util = SimpleNamespace(placement_group_table=lambda: table)
+    own = {
+        name: SimpleNamespace(id=SimpleNamespace(hex=lambda number=number: number))
+        for name, number in (("rewards", "aa"), ("rollouts", "bb"))
+    }
+    cluster = Cluster(trainers=Trainers(workers=2, gpus=1, cpus=6))
+    assert launch._waiting(SimpleNamespace(util=util), cluster, own) == ["rewards", "trainers"]

@@ -17,6 +17,7 @@ from lrlhf.rollout.responses import untold_prompts
 from lrlhf.rollout.vllm.client import GENERATE
 from lrlhf.rollout.vllm.fleet import Fleet
 from lrlhf.rollout.vllm.server import Server
+from lrlhf.rollout.vllm.vllm_base import EngineStartError
 from lrlhf.vllm_worker.fingerprint import as_text
 from tests.conftest import build_language_model
 from tests.rollout.test_vllm_fleet import Fake, eventually
@@ -173,6 +174,39 @@ def test_a_server_that_does_not_finish_a_push_does_not_end_the_other(
     engine.push(1)
     assert starts(engine) == [1, 1]
     assert [one.number for one in engine._replicas] == [0]
+
+
+def joining(engine: Engine, answer: Callable[[], httpx.Response]) -> None:
+    """Push with the second server started anew, whose workers answer so when they are described."""
+    assert engine._targets is not None
+    engine._targets.on_failure(1, EngineFailure("gone"))
+    eventually(lambda: len(engine._led_fleet.running()) == 2)
+    transport: Any = engine._replicas[0].client._http._transport  # of all of them
+    before = transport.handler
+
+    def answers(request: httpx.Request) -> httpx.Response:
+        asked = b"lrlhf_describe" in request.content and request.url.port == 2
+        return answer() if asked and request.url.host == "1" else before(request)
+
+    transport.handler = answers
+    engine.push(1)
+
+
+def test_workers_that_hang_behind_a_healthy_server_are_started_again(engine: Engine) -> None:
+    def hang() -> httpx.Response:
+        raise httpx.ReadTimeout("timed out")
+
+    joining(engine, hang)
+    assert ask(engine) == [1]
+    eventually(lambda: starts(engine) == [1, 3])
+
+
+@pytest.mark.parametrize("status", [404, 500])
+def test_a_server_whose_workers_cannot_take_weights_says_how_to_start_it(
+    engine: Engine, status: int
+) -> None:
+    with pytest.raises(EngineStartError, match=f"cannot take weights .*answered .* {status}: no"):
+        joining(engine, lambda: httpx.Response(status, text="no such method"))
 
 
 def test_requests_go_to_those_with_weights_while_others_join(

@@ -1,17 +1,25 @@
 """What the README shows works as it stands there, with a tiny model in place of the real one."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
-from lrlhf.cli import run
+from lrlhf.cli import launch_command, run
+from lrlhf.cluster.launch import Run
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
 EXPERIMENT = next(
     block for block in re.findall(r"```yaml\n(.*?)```", README, re.DOTALL) if "model:" in block
 )
 PROGRAM = next(re.finditer(r"```python\n(from lrlhf import.*?)```", README, re.DOTALL))[1]
+LAUNCHES = [
+    shlex.split(line, comments=True)
+    for line in README.replace("\\\n", " ").splitlines()
+    if line.startswith("lrlhf launch ")
+]
 SMALL = [
     "--data.train.size=48",
     "--data.max_prompt_tokens=200",
@@ -53,3 +61,18 @@ def test_the_program_trains(model_folder: str, caplog: pytest.LogCaptureFixture)
 
     assert "`max_steps=1` reached" in caplog.text
     assert Path("my-model/config.json").is_file()
+
+
+@pytest.mark.parametrize("launch", LAUNCHES, ids=" ".join)
+def test_what_it_launches_has_all_that_the_cluster_file_asks_for(
+    model_folder: str, monkeypatch: pytest.MonkeyPatch, launch: list[str]
+) -> None:
+    Path("sums.yaml").write_text(EXPERIMENT)
+    Path("configs").symlink_to(ROOT / "configs")
+    launched: list[Run] = []
+    monkeypatch.setattr(launch_command, "import_ray", lambda: None)
+    monkeypatch.setattr(launch_command, "launch", lambda _, run: launched.append(run))
+
+    small = [f"--model.policy={model_folder}", "--data.max_prompt_tokens=200"]
+    assert run([*launch[1:], *small]) == 0
+    assert "--model.engine=lrlhf.cluster.replicas.RayServerEngine" in launched[0].arguments

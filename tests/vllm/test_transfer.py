@@ -223,6 +223,24 @@ def test_workers_that_do_not_come_are_told_of(
             )
 
 
+def test_a_connection_that_comes_about_too_late_is_left(
+    ends: ModuleType, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    come, left = threading.Event(), threading.Event()
+
+    def init(*_: Any, **__: Any) -> Any:
+        assert come.wait(60)
+        return SimpleNamespace(shutdown=left.set)
+
+    monkeypatch.setattr(ends.WeightTransferTrainerFactory, "trainer_init", init)
+    weights, members = PolicyWeights(build_policy(tokenizer)), [ends.Member(Workers(1), 1)]
+    with pytest.raises(EngineFailure, match="did not come for weights at 127"):
+        ends.WeightTransfer("gloo", members, weights, torch.float32, host="127.0.0.1", timeout=0.1)
+    assert not left.is_set()
+    come.set()
+    assert left.wait(60)
+
+
 def test_another_trainer_takes_the_workers_over(connected, ends: ModuleType) -> None:
     first, workers, weights = connected()
     members = [ends.Member(workers, 1)]
@@ -285,7 +303,7 @@ def test_a_broadcast_that_nobody_takes_is_freed_from_another_thread(
     ends: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # as NCCL waits inside a kernel, or before it, until its communicator is given up
-    monkeypatch.setattr(ends, "_LOCK_SECONDS", 0.1)
+    monkeypatch.setattr("lrlhf.rollout.vllm.breakable_group._LOCK_SECONDS", 0.1)
     inner = Blocking()
     group = ends.BreakableGroup(inner)
     timer = threading.Timer(0.2, group.break_off, [EngineFailure("too late")])

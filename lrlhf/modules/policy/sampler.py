@@ -221,6 +221,7 @@ class Sampler:
                 rollout = self._engine.generate(
                     batch, settings.sampling, num_generations=size, seeds=seeds
                 )
+        # once more where updates are in flight: `take` drops later batches that failed, to be begun
         self._look_ahead(queue, it)
         return self._collector.score(
             batch,

@@ -15,6 +15,10 @@ GENERATE = "/inference/v1/generate"
 """Where token ids go in and come out."""
 
 
+class FailureAnswer(EngineFailure):
+    """A server said itself that it cannot do what it was asked for."""
+
+
 class ServerClient:
     """Talks HTTP to a server; any trouble on the way is an `EngineFailure`.
 
@@ -66,7 +70,7 @@ class ServerClient:
             timeout: Seconds until the answer; None: without an end.
 
         Raises:
-            EngineFailure: The server is gone, took too long, or failed.
+            EngineFailure: The server is gone, took too long, or, as a `FailureAnswer`, failed.
             ValueError: It refuses what was asked.
             PermissionError: It wants another token.
         """
@@ -97,7 +101,7 @@ class ServerClient:
                 "one that the server was started with"
             )
         if answer.is_server_error or answer.status_code == httpx.codes.NOT_FOUND:
-            raise EngineFailure(
+            raise FailureAnswer(
                 f"the vLLM server answered {path} with {answer.status_code}: {answer.text[:500]}"
             )
         if answer.is_error:

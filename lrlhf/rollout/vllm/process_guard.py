@@ -53,7 +53,17 @@ def send_signal(processes: Iterable[psutil.Process], number: int) -> None:
             process.send_signal(number)
 
 
-def _end_descendants(grace: float) -> None:
+def adopt_orphans() -> None:
+    """Have processes become this one's children when their own parent ends; on Linux only."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_descendants(grace: float) -> None:
+    """End all that this process and those below it have started; returns when none is left.
+
+    Args:
+        grace: Seconds between SIGTERM and SIGKILL.
+    """
     send_signal(descendants(os.getpid()), signal.SIGTERM)
     deadline = time.monotonic() + grace
     while left := descendants(os.getpid()):
@@ -101,12 +111,12 @@ def main(trainer: int, grace: float, command: Sequence[str]) -> int:
     orders: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda order, _: orders.append(order))
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     # the guard has one thread, so that a function may run between fork and exec
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_guard)
     while (code := _code_of(server)) is None and not orders and os.getppid() == trainer:
         time.sleep(LOOK_SECONDS)
-    _end_descendants(grace)
+    end_descendants(grace)
     if code is None:
         return 128 + orders[0] if orders else 0
     return code if code >= 0 else 128 - code

@@ -17,7 +17,7 @@ from lrlhf.rollout.engines.engine import Capabilities
 from lrlhf.rollout.engines.synced_engine import EngineFailure, Request
 from lrlhf.rollout.responses import Response
 from lrlhf.rollout.sampling import Sampling
-from lrlhf.rollout.vllm.client import Address, ServerClient
+from lrlhf.rollout.vllm.client import Address, FailureAnswer, ServerClient
 from lrlhf.rollout.vllm.dispatch import Targets, respond
 from lrlhf.rollout.vllm.fleet import Fleet
 from lrlhf.rollout.vllm.launching import TRANSPORTS, StartsServers
@@ -255,7 +255,7 @@ class VLLMServerEngine(StartsServers):
         def ask(replica: Replica) -> dict[str, Any]:
             try:
                 return dict(replica.client.call_workers("lrlhf_describe", timeout=60.0)[0])
-            except EngineFailure as error:
+            except FailureAnswer as error:  # not without an answer, which a new server may give
                 if not replica.client.is_healthy():
                     raise
                 raise EngineStartError(

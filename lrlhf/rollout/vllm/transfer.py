@@ -7,7 +7,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -32,12 +32,12 @@ from lrlhf.background import in_background
 from lrlhf.rollout.engines.adapter_weights import AdapterWeights
 from lrlhf.rollout.engines.policy_weights import PolicyWeights
 from lrlhf.rollout.engines.synced_engine import EngineFailure
+from lrlhf.rollout.vllm.breakable_group import BreakableGroup
 from lrlhf.rollout.vllm.client import ServerClient
 from lrlhf.rollout.vllm.support import free_port
 from lrlhf.vllm_worker.fingerprint import Fingerprinted
 from lrlhf.vllm_worker.gloo import GlooGroup, buckets, open_store, pack, size_of
 
-_LOCK_SECONDS = 5.0
 _BUFFER = 2**28
 _COMMON_STEPS = ("init_weight_transfer_engine", "update_weights")
 
@@ -81,46 +81,6 @@ class PolicySource(WeightSource):  # type: ignore[misc]
 
 def _metadata(layout: Iterable[tuple[str, Tensor]]) -> list[ParamMeta]:
     return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in layout]
-
-
-class BreakableGroup:
-    """A group that does nothing any more once something went wrong, so that ranks stay in step.
-
-    Args:
-        group: `GlooGroup`, or vLLM's communicator for NCCL.
-    """
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self._lock = threading.Lock()
-        self.failure: Exception | None = None
-
-    def broadcast(self, tensor: Tensor, src: int = 0, **options: Any) -> None:
-        """Send a tensor, unless the group is broken."""
-        with self._lock:
-            if self.failure is not None:
-                return
-            try:
-                self._group.broadcast(tensor, src=src, **options)
-            except RuntimeError as error:
-                if self.failure is None:
-                    self.failure = error
-                    self._group.destroy()
-
-    def break_off(self, reason: Exception) -> None:
-        """Have the other members fail, and whoever waits for them here; from any thread."""
-        first, self.failure = self.failure is None, self.failure or reason
-        # NCCL must not be called while its communicator is given up, but one that waits inside a
-        # broadcast is only freed by that; gloo can be left at any time
-        held = not isinstance(self._group, GlooGroup) and self._lock.acquire(timeout=_LOCK_SECONDS)
-        if first:
-            self._group.destroy()
-        if held:
-            self._lock.release()
-
-    def destroy(self) -> None:
-        """Leave the group."""
-        self.break_off(EngineFailure("the connection for weights was closed"))
 
 
 @dataclass(frozen=True)
@@ -318,14 +278,18 @@ class WeightTransfer:
 
         # beside this thread, as NCCL waits for its members without an end
         opened, deadline = in_background(connect, name="vllm-transfer"), time.monotonic() + timeout
-        while not (wait([opened], 0.05).done or self._client.failure):
-            if time.monotonic() > deadline:
-                raise EngineFailure(
-                    f"vLLM's workers did not come for weights at {host} within {timeout:g} s "
-                    "(engine.sync_timeout)"
-                )
-        self._raise_failure()
-        self._engine = opened.result()
+        try:
+            while not (wait([opened], 0.05).done or self._client.failure):
+                if time.monotonic() > deadline:
+                    raise EngineFailure(
+                        f"vLLM's workers did not come for weights at {host} within {timeout:g} s "
+                        "(engine.sync_timeout)"
+                    )
+            self._raise_failure()
+        except Exception:
+            opened.add_done_callback(_leave)  # they may come yet
+            raise
+        self._opened, self._engine = opened, opened.result()
         group = getattr(self._engine, "model_update_group", None)
         if group is not None:
             self._client.group = self._engine.model_update_group = BreakableGroup(group)
@@ -388,5 +352,10 @@ class WeightTransfer:
 
     def close(self) -> None:
         """Leave the workers."""
+        _leave(self._opened)
+
+
+def _leave(opened: Future[Any]) -> None:
+    if opened.exception() is None:
         with contextlib.suppress(RuntimeError):  # of a group that is broken
-            self._engine.shutdown()
+            opened.result().shutdown()
