@@ -65,6 +65,13 @@ def test_verdicts_in_tags_are_read_strictly() -> None:
     assert {text: read(text) for text in MALFORMED_ANSWERS} == dict.fromkeys(MALFORMED_ANSWERS)
 
 
+def test_a_verdict_that_is_to_stand_alone_stands_alone() -> None:
+    read = verdict_form("direct").read
+    texts = ["Verdict: A", "\n**Verdict: A**\n", "<think>x\ny</think>\n\nVerdict: A"]
+    assert [read(text) for text in texts] == ["A"] * 3
+    assert [read(text) for text in ("I think.\nVerdict: A", "Verdict: A\nSure.")] == [None] * 2
+
+
 def test_right_verdicts_count_and_malformed_ones_are_wrong() -> None:
     texts = ["Good.\nVerdict: A", "Verdict: B", "Verdict: tie", "A", "Verdict: A"]
     result = scored(VerdictCorrect(), texts, gold=["A", "A", "tie", "A", None])
