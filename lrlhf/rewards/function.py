@@ -72,7 +72,7 @@ LogExtra = Callable[[str, Sequence[Any]], None]
 
 RESERVED = ("prompts", "completions", "completion_ids", "log_metric", "log_extra")
 """Arguments that are no data columns."""
-OF_RUNS = ("step", "max_steps")
+OF_RUNS = ("step", "max_steps", "truncated")
 """Columns that a run adds to those of the data, where these have none of the name."""
 OTHER_REWARDS = "rewards"
 """Values of other rewards by name, for functions that name the argument."""

@@ -49,12 +49,20 @@ def sharing(
     return shared
 
 
+def text_without_marks(text: str, marks: Sequence[str]) -> str:
+    """Remove marks, also those that the removal of others leaves."""
+    pattern = re.compile("|".join(map(re.escape, marks)))
+    while (left := pattern.sub("", text)) != text:
+        text = left
+    return text
+
+
 def without_marks(completion: Completion, marks: Sequence[str]) -> Completion:
     """Remove what the reward model would read as media: a policy can spell it by letters."""
     if not marks:
         return completion
     if isinstance(completion, str):
-        return re.sub("|".join(map(re.escape, marks)), "", completion)
+        return text_without_marks(completion, marks)
     return [
         {**turn, "content": without_marks(turn["content"], marks)}
         if isinstance(turn.get("content"), str)

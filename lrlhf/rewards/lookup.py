@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from lrlhf.functional.names import import_function
@@ -167,12 +167,16 @@ class SumsUpAnswers(Protocol):
     share_names: tuple[str, ...]
     """What it says of them, such as ``accuracy``."""
 
-    def observed(self, text: str, columns: Mapping[str, Any]) -> Any:
+    def observed(
+        self, text: str, columns: Mapping[str, Any], *, truncated: bool, row: Hashable
+    ) -> Any:
         """Return what is kept of a response: little, and picklable.
 
         Args:
             text: The response.
             columns: Of its row of the data.
+            truncated: Whether it was cut off.
+            row: Tells its row from others, on all ranks.
         """
         ...
 

@@ -376,10 +376,12 @@ def _logged(
     metrics: dict[str, list[float]] = defaultdict(list)
     extras: dict[str, list[Any]] = {}
     for entry, _, _, logged, _ in answers:
-        for name, numbers in logged.metrics.items():
+        # a second metric or column of a name gets its function's
+        known = {*metrics}
+        for metric, numbers in logged.metrics.items():
+            name = metric if metric not in known else f"{entry.bound.name}/{metric}"
             metrics[name] += numbers
         for column, values in logged.extras.items():
-            # a second column of a name gets its function's
             name = column if column not in extras else f"{entry.bound.name}/{column}"
             extras[name] = [None] * count
             for row, value in zip(entry.rows, values, strict=True):

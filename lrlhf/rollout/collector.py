@@ -145,7 +145,10 @@ class Collector:
                     "prompts": [prompts.prompts[group] for group in groups],
                     "completions": _completions(prompts, rollout, texts),
                     "completion_ids": response_ids(rollout, prompts),
-                    "columns": [columns[group] for group in groups],
+                    "columns": [
+                        {"truncated": cut, **columns[group]}
+                        for group, cut in zip(groups, rollout.truncated.tolist(), strict=True)
+                    ],
                     **further,
                 }
                 rewards = self._rewards.score(**asked, limited=limited)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from lrlhf.media import MediaError, MediaProcessor
 from lrlhf.models import CausalLM, load_processor, load_tokenizer, plain_model, ruled_out_ids
@@ -34,8 +35,8 @@ from lrlhf.rewards.learned_rows import (
     in_place,
     rendered,
     resolve_device,
+    text_without_marks,
     token_limit,
-    without_marks,
 )
 from lrlhf.rollout.engines.transformers_engine import TransformersEngine
 from lrlhf.rollout.responses import untold_prompts
@@ -50,7 +51,7 @@ class _Loaded(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     processor: MediaProcessor | None
     marks: tuple[str, ...]
-    """What stands for images and videos in the model's texts; a response must not say it."""
+    """Special tokens and what stands for images and videos; a response must not spell them."""
     longest: float
     """Tokens that a question may have."""
     device: torch.device
@@ -196,9 +197,10 @@ class GenerativeReward(RewardFunction):
         media = _media_of(loaded, images, videos, count=len(completions))
         batch = self._asker.batch(
             prompts,
-            [without_marks(completion, loaded.marks) for completion in completions],
+            completions,
             [[id(entry) for kind in own for entry in kind] for own in media],
             columns,
+            clean=partial(text_without_marks, marks=loaded.marks),
         )
         questions = self._asker.questions(batch)
         requests = {
@@ -236,7 +238,7 @@ class GenerativeReward(RewardFunction):
                 engine=TransformersEngine(),
                 tokenizer=tokenizer,
                 processor=MediaProcessor.for_model(processor, config),
-                marks=tuple(tokenizer.convert_ids_to_tokens(list(ruled_out_ids(config)))),
+                marks=_marks(tokenizer, config),
                 longest=math.inf if limit is None else limit - self._sampling.max_new_tokens,
                 device=device,
             )
@@ -301,6 +303,13 @@ class GenerativeReward(RewardFunction):
             texts, rollout.truncated.tolist(), rows, lengths, strict=True
         ):
             yield Reply(str(text), not cut, len(row.input_ids), length)
+
+
+def _marks(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> tuple[str, ...]:
+    """Return what a response could end its part of the question with, or show media by."""
+    media = tokenizer.convert_ids_to_tokens(list(ruled_out_ids(config)))
+    added = [str(one) for one in tokenizer.added_tokens_decoder.values() if one.special]
+    return tuple(dict.fromkeys((*media, *tokenizer.all_special_tokens, *added)))
 
 
 def _media_of(

@@ -211,6 +211,17 @@ def test_evaluations_of_several_sets_and_batches_are_not_merged(tmp_path: Path) 
     assert groups_of(path, digit) == [0, 0, 1, 2, 3, 4, 5]
 
 
+def test_functions_are_told_what_a_run_has_cut_off(tmp_path: Path) -> None:
+    def cut(truncated: Sequence[bool]) -> list[float]:
+        return [float(one) for one in truncated]
+
+    lines = [evaluated(finish_reason="length"), evaluated(finish_reason="stop"), evaluated()]
+    lines.append({"prompt": "p", "completion": "1a", "finish_reason": "length"})  # a user's column
+    path = write(tmp_path / "rollouts.jsonl", lines)
+    found = score_responses(given_responses(path), Rewards([cut]), build_tokenizer())
+    assert [one.score for one in found.responses] == [1.0, 0.0, 0.0, 0.0]
+
+
 def test_the_ranks_of_a_run_are_not_merged(tmp_path: Path) -> None:
     places = [(0, 0, 1), (0, 0, 1), (1, 0, 1), (0, 1, 1)]
     path = write(tmp_path / "rollouts.jsonl", [

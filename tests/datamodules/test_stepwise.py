@@ -206,6 +206,10 @@ def test_steps_of_math_shepherd_end_at_its_tag(tmp_path: Path) -> None:
         [1.0, 0.0, 0.0],
     )
     assert answers(rows_of(tmp_path, "math_shepherd", raw)) == [expected]
+    quoted = {**raw, **{name: f"Step 1: Read. Step 2: {raw[name]}" for name in ("input", "label")}}
+    ((prompt, *steps_and_labels),) = answers(rows_of(tmp_path, "math_shepherd", quoted))
+    assert prompt == f"Step 1: Read. Step 2: {asked.strip()}"
+    assert steps_and_labels == [*expected[1:]]
     other = {**raw, "input": raw["input"].replace("ки", "<s>")}
     assert answers(rows_of(tmp_path, "math_shepherd", other, step_tag="<s>")) == [expected]
 

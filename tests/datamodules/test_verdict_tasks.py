@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -87,18 +88,38 @@ def test_ties_have_a_verdict_of_their_own_or_are_left_out() -> None:
 
 
 def test_rows_with_reasoning_stay_as_they_are_because_it_names_positions() -> None:
-    rows = [{**row, "reasoning": "Response 1 is kinder.", "id": 7} for row in PAIRS[:8]]
+    said = {"reasoning": "Response 1 is kinder.", "id": 7}
+    rows = [{**TIE, **said, "preference": label} for label in "AABB"]
     reasoned = tasks(rows, form="answer", positions="both")
-    assert {task["completion"] for task in reasoned} == {
-        "<think>\nResponse 1 is kinder.\n</think>\n<answer>Response 1 is better</answer>"
-    }
-    assert len(reasoned) == 8
+    assert [task["completion"] for task in reasoned] == [
+        f"<think>\nResponse 1 is kinder.\n</think>\n<answer>Response {better} is better</answer>"
+        for better in (1, 1, 2, 2)
+    ]
     assert reasoned[0]["id"] == 7  # further columns stay
     (line, *_) = tasks(rows, form="line")
     assert line["completion"] == "Response 1 is kinder.\n\nVerdict: A"
-    (short, *_) = tasks(rows, form="direct", positions="both")
-    assert short["completion"] == "Verdict: A"
-    assert len(tasks(rows, reasoning_column=None, positions="both")) == 16
+    assert len(tasks(rows, reasoning_column=None, positions="both")) == 8
+
+
+def test_reasoning_that_no_reply_has_leaves_the_positions_free() -> None:
+    rows = [{**row, "reasoning": "Response 1 is kinder."} for row in PAIRS[:8]]
+    both = tasks(rows, form="direct", positions="both")
+    assert [task["completion"] for task in both] == ["Verdict: A", "Verdict: B"] * 8
+    golds = Counter(task["gold"] for task in tasks(rows, form="direct"))
+    assert golds == {"A": 4, "B": 4}
+
+
+@pytest.mark.parametrize("positions", ["random", "both"])
+def test_reasoning_about_pairs_that_tell_no_positions_is_refused(positions: Any) -> None:
+    rows = [{**row, "reasoning": "It is kinder." if n else ""} for n, row in enumerate(PAIRS[:2])]
+    *unreasoned, problem = VerdictTasks(rows, positions=positions).rows()
+    assert not any(isinstance(row, BadRow) for row in unreasoned)
+    assert isinstance(problem, BadRow)
+    assert problem.reason == "reasoning without positions"
+    assert "candidate0 and candidate1" in problem.remedy
+    # who says that they stand as they are has said where
+    given = tasks(rows, positions="given")
+    assert given[1]["completion"] == "It is kinder.\n\nVerdict: A"
 
 
 # ---------------------------------------------------------------------- the judge's own question
@@ -274,6 +295,34 @@ def test_options_that_cannot_be_used_are_refused_at_once(tmp_path: Path) -> None
         write(tmp_path / folder / "a.json", [TIE])
     with pytest.raises(BadDataError, match="several folders"):
         _ = VerdictTasks(f"{tmp_path}/*/a.json").folder
+
+
+def test_parts_share_no_picture_however_it_is_held() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (10, 40, 40, 3), dtype=np.uint8)
+    for array in pixels:  # numpy writes the same of all
+        array[:10] = array[-10:] = array[:, :10] = array[:, -10:] = 0
+
+    def pictures_of(held: int, part: Any) -> list[bytes]:
+        """Each picture is in four rows, as objects of their own."""
+        rows = []
+        for number in range(40):
+            image = Image.fromarray(pixels[number % 10])
+            row = {"chosen": f"good {number}", "rejected": f"bad {number}"}
+            turn = {"role": "user", "content": [{"type": "image", "image": image}]}
+            asked: dict[str, Any] = (
+                {"prompt": [turn]},
+                {"prompt": "Which?", "image": image},
+                {"prompt": "Which?", "image": pixels[number % 10].copy()},
+            )[held]
+            rows.append({**row, **asked})
+        found = tasks(rows, part=part, validation_fraction=0.3)
+        return [np.asarray(shown(task)[0]).tobytes() for task in found]
+
+    for held in range(3):
+        train, validation = (pictures_of(held, part) for part in ("train", "validation"))
+        assert len(train) + len(validation) == 40
+        assert len({*validation}) == 3
+        assert not {*train} & {*validation}
 
 
 # ---------------------------------------------------------------------- in data modules

@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -366,18 +366,20 @@ def test_metrics_are_prepared_before_anything_is_generated(build, data, tmp_path
 class Counted:
     """Of all answers how many begin with a letter of the first half, and how many with any."""
 
-    share_names = ("first_half", "letters", "unheard_of")
+    share_names = ("first_half", "letters", "cut", "unheard_of")
 
     def __call__(self, completions: Sequence[str]) -> list[float]:
         return [0.0] * len(completions)
 
-    def observed(self, text: str, columns: Mapping[str, Any]) -> tuple[str, str]:
-        return text[:1].lower(), columns["topic"]
+    def observed(
+        self, text: str, columns: Mapping[str, Any], *, truncated: bool, row: Hashable
+    ) -> tuple[str, str, bool, Hashable]:
+        return text[:1].lower(), columns["topic"], truncated, row
 
-    def shares(self, observed: Sequence[tuple[str, str]]) -> dict[str, Outcomes]:
-        topics = [topic for _, topic in observed]
-        said = [letter for letter, _ in observed]
+    def shares(self, observed: Sequence[tuple[str, str, bool, Hashable]]) -> dict[str, Outcomes]:
+        said, topics, cut, rows = zip(*observed, strict=True)
         return {
+            "cut": Outcomes(cut, rows),
             "first_half": Outcomes(["a" <= one < "n" for one in said], topics),
             "letters": Outcomes([one.isalpha() for one in said], topics),
         }
@@ -387,20 +389,28 @@ def test_a_function_may_sum_up_all_answers_of_an_evaluation(build, tmp_path: Pat
     lines = [{"prompt": f"say {word}", "topic": str(n // 2)} for n, word in enumerate("abcdef")]
     sets = {"one": ValidationSet(lines[:4]), "two": ValidationSet(lines[4:])}
     data = PromptDataModule(lines, sets, batch_size=2)
-    module = build(rewards=Rewards([First()]), evaluation=Evaluation(metrics={"sums": Counted()}))
+    module = build(
+        rewards=Rewards([First()]),
+        eval_sampling=Sampling(max_new_tokens=150),
+        evaluation=Evaluation(metrics={"sums": Counted()}, num_samples=2),
+    )
     for _ in range(2):  # of the first nothing is left
         found, records = validate(module, data, tmp_path / "out")
     said = [record["completion"][:1].lower() for record in records]
-    for name, own in (("", said), ("one/", said[:4]), ("two/", said[4:])):
+    for name, own in (("", said), ("one/", said[:8]), ("two/", said[8:])):
         right = sum("a" <= one < "n" for one in own)
         assert found[f"eval/{name}sums/first_half"] == pytest.approx(right / len(own))
         low, high = (found[f"eval/{name}sums/first_half_{end}"] for end in ("low", "high"))
         assert 0 <= low <= right / len(own) <= high <= 1
     logged = {name for name in found if "sums/" in name}
-    assert len(logged) == 3 * 2 * 3
+    assert len(logged) == 3 * 3 * 3
     assert logged < module_names(module)
     table = {one.name: one for one in module.measurements}
     assert table["eval/sums/letters"].number == 3  # topics
+    assert table["eval/sums/cut"].number == 6  # rows, of two responses each
+    cut = [record["finish_reason"] == "length" for record in records]
+    assert 0 < sum(cut) < len(cut)
+    assert found["eval/sums/cut"] == pytest.approx(sum(cut) / len(cut))
 
 
 def module_names(module: RLOO) -> set[str]:

@@ -77,6 +77,35 @@ def test_rewards_that_ask_for_it_know_how_far_the_run_is(build, train) -> None:
     assert "step" not in run.records[0]["columns"]
 
 
+def test_rewards_that_ask_for_it_know_which_responses_were_cut_off(build, tokenizer) -> None:
+    def cut(truncated: list[bool]) -> list[float]:
+        return [float(one) for one in truncated]
+
+    isolated = IsolatedReward("tests.rewards.isolated_functions.cut_off", workers=2)
+    module = build(rewards=Rewards({"cut": cut, "cut_off": isolated}))
+    answers = [
+        Response.sampled(torch.tensor([7]), torch.zeros(1), truncated=one)
+        for one in (True, False, False, True)
+    ]
+    prompts = prompts_of({}, {})
+    rollout = assemble_rollout(prompts, answers, num_generations=2, pad_id=0)
+    collector = Collector(module.engine, module.rewards, tokenizer)
+    found = collector.score(prompts, rollout, Sampling(), step=3, phase=contextlib.nullcontext)
+    module.rewards.close()
+    assert found.rewards.per_function.tolist() == [[1, 1], [0, 0], [0, 0], [1, 1]]
+    assert found.records[0]["columns"] == {}
+
+
+def prompts_of(*columns: dict[str, Any]) -> PromptBatch:
+    ids = torch.tensor([[5, 6]] * len(columns))
+    return PromptBatch(
+        input_ids=ids,
+        attention_mask=ids > 0,
+        prompts=("ab",) * len(columns),
+        columns=columns,
+    )
+
+
 def test_penalties_are_for_evaluations(build, train) -> None:
     penalized = Sampling(max_new_tokens=6, frequency_penalty=1.0)
     with pytest.raises(ValueError, match="frequency_penalty makes responses come from another"):
@@ -105,13 +134,7 @@ def test_columns_of_the_data_go_before_those_of_the_run(build, tokenizer) -> Non
         return [0.0] * len(completions)
 
     module = build(reward=reads)
-    ids = torch.tensor([[5, 6]])
-    prompts = PromptBatch(
-        input_ids=ids,
-        attention_mask=ids > 0,
-        prompts=("ab",),
-        columns=({"step": "the data's"},),
-    )
+    prompts = prompts_of({"step": "the data's"})
     answer = Response.sampled(torch.tensor([7]), torch.zeros(1), truncated=True)
     rollout = assemble_rollout(prompts, [answer], num_generations=1, pad_id=0)
     collector = Collector(module.engine, module.rewards, tokenizer)

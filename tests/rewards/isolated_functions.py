@@ -131,6 +131,10 @@ def slow_together(completions: Sequence[str]) -> list[float]:
     return lengths(completions)
 
 
+def cut_off(truncated: Sequence[bool]) -> list[float]:
+    return [float(one) for one in truncated]
+
+
 def how_far(step: Sequence[int], max_steps: Sequence[int]) -> list[float]:
     """Share of the run that is done."""
     return [now / last for now, last in zip(step, max_steps, strict=True)]

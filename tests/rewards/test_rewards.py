@@ -156,6 +156,20 @@ def test_a_function_that_fails_leaves_its_values_out_and_says_why() -> None:
         assert re.search(said, failure)
 
 
+def test_metrics_of_one_name_are_told_apart_by_their_functions() -> None:
+    def judge(paid: float) -> Any:
+        def asks(completions: Sequence[str], log_metric: Any) -> list[float]:
+            log_metric("judge/cost", paid)
+            log_metric("judge/cost", paid + 2.0)
+            return ones(completions)
+
+        return asks
+
+    metrics = score(Rewards({"one": judge(1.0), "other": judge(5.0)})).metrics
+    costs = {name: value for name, value in metrics.items() if name.endswith("cost")}
+    assert costs == {"judge/cost": 2.0, "other/judge/cost": 6.0}
+
+
 def test_failures_are_counted_over_the_run_and_not_only_in_a_row() -> None:
     fails = itertools.cycle([True, False])
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lrlhf.rewards import RewardResult, Rewards, VerdictCorrect, VerdictFormat
+from lrlhf.rewards import RewardError, RewardResult, Rewards, VerdictCorrect, VerdictFormat
 from lrlhf.rewards.judge.forms import FORMS, verdict_form
 from lrlhf.rewards.judge.verdicts import SWAPPED
 from lrlhf.statistics.proportions import Outcomes
@@ -41,6 +41,12 @@ def scored(function: Any, texts: list[str], **columns: list[Any]) -> RewardResul
     return rewards.score(["?"] * len(texts), texts, [[0]] * len(texts), rows)
 
 
+def observe(
+    function: VerdictCorrect, text: str, *, cut: bool = False, row: int = 0, **columns: Any
+) -> Any:
+    return function.observed(text, columns, truncated=cut, row=row)
+
+
 def values(result: RewardResult) -> list[float | None]:
     return [None if value != value else value for value in result.scores.tolist()]
 
@@ -63,6 +69,13 @@ def test_verdicts_in_tags_are_read_strictly() -> None:
     assert read(" <answer> Video 2 is better </answer>\n") == "B"
     assert read("<answer>Both are equally good</answer>") == "tie"
     assert {text: read(text) for text in MALFORMED_ANSWERS} == dict.fromkeys(MALFORMED_ANSWERS)
+
+
+def test_a_verdict_that_is_to_stand_alone_stands_alone() -> None:
+    read = verdict_form("direct").read
+    texts = ["Verdict: A", "\n**Verdict: A**\n", "<think>x\ny</think>\n\nVerdict: A"]
+    assert [read(text) for text in texts] == ["A"] * 3
+    assert [read(text) for text in ("I think.\nVerdict: A", "Verdict: A\nSure.")] == [None] * 2
 
 
 def test_right_verdicts_count_and_malformed_ones_are_wrong() -> None:
@@ -89,6 +102,35 @@ def test_reasoning_may_have_to_stand_before_the_verdict() -> None:
     assert values(scored(VerdictFormat("answer", reasoning=True), texts)) == [0.0, 0.0, 1.0, 0.0]
 
 
+def test_a_verdict_that_was_cut_off_is_none() -> None:
+    texts = ["Good.\nVerdict: A", "Verdict: A"]
+    told: dict[str, list[Any]] = {"gold": ["A", "A"], "truncated": [True, False]}
+    result = scored(VerdictCorrect(), texts, **told)
+    assert values(result) == [0.0, 1.0]
+    assert result.extras["verdict"] == [None, "A"]
+    assert values(scored(VerdictFormat(), texts, **told)) == [0.0, 1.0]
+    function = VerdictCorrect()
+    observed = [observe(function, text, cut=text != "Verdict: A", gold="A") for text in texts]
+    shares = function.shares(observed)
+    assert shares["accuracy"].outcomes == [False, True]
+    assert shares["malformed"].outcomes == [True, False]
+
+
+def test_without_pairs_each_row_is_independent_of_the_others() -> None:
+    function = VerdictCorrect()
+    observed = [observe(function, "Verdict: A", row=row, gold="A") for row in (4, 4, 7)]
+    observed.append(observe(function, "Verdict: A", row=7, gold="A", pair=7))
+    clusters = function.shares(observed)["accuracy"].clusters
+    assert clusters[0] == clusters[1]
+    assert len({*clusters}) == 3
+
+
+@pytest.mark.parametrize("gold", ["a", "C", "", 1, ["A"]])
+def test_a_right_verdict_that_is_none_stops_the_run(gold: Any) -> None:
+    with pytest.raises(RewardError, match=r"'gold' holds .*it must be A, B, tie, or null"):
+        scored(VerdictCorrect(), ["Verdict: A"], gold=[gold])
+
+
 def test_an_evaluation_tells_how_a_judge_goes_wrong() -> None:
     function = VerdictCorrect("direct")
     said = [
@@ -103,8 +145,8 @@ def test_an_evaluation_tells_how_a_judge_goes_wrong() -> None:
         for text, turned in ((given, False), (exchanged, True)):
             right = SWAPPED[gold] if turned else gold  # type: ignore[index]
             columns = {"pair": pair, "exchanged": turned, "gold": right}
-            observed.append(function.observed(f"Verdict: {text}", columns))
-    observed.append(function.observed("Verdict: A", {"pair": "p4", "gold": None}))
+            observed.append(observe(function, f"Verdict: {text}", **columns))
+    observed.append(observe(function, "Verdict: A", pair="p4", gold=None))
     shares = {
         name: (sum(found.outcomes), len(found.outcomes))
         for name, found in function.shares(observed).items()
@@ -121,7 +163,7 @@ def test_an_evaluation_tells_how_a_judge_goes_wrong() -> None:
     assert set(shares) == set(function.share_names)
     assert function.shares(observed[::-1])["swap_consistency"].outcomes.count(True) == 2
     assert function.shares([]) == {}
-    alone = function.shares([function.observed("Verdict: A", {"gold": "A", "pair": "p"})])
+    alone = function.shares([observe(function, "Verdict: A", gold="A", pair="p")])
     assert alone == {
         "accuracy": Outcomes([True], ["p"]),
         "accuracy_first": Outcomes([True], ["p"]),

@@ -37,6 +37,8 @@ class GivenResponse:
     turns: Sequence[Mapping[str, Any]] | None
     """Of a completion that is a chat; None: it is text."""
     token_ids: Sequence[int] | None
+    truncated: bool
+    """Whether a run has cut it off."""
     columns: Mapping[str, Any]
     refs: MediaRefs
     """What the prompt shows, as far as the model reads such."""
@@ -115,6 +117,7 @@ def _given(
             completion=completion if isinstance(completion, str) else _said(completion),
             turns=completion if isinstance(completion, list) else asked.turns,
             token_ids=record.get("token_ids") if several is None else None,
+            truncated=of_run and record.get("finish_reason") == "length",
             columns=asked.columns,
             refs=asked.refs,
         )

@@ -60,9 +60,9 @@ def score_responses(
 
     A call holds all responses to so many prompts, as functions may compare the responses to one.
     Prompts are the same if text, images, and the columns that the functions name are. Functions
-    also have the columns of a run: ``step`` (0 where none is given), ``max_steps``, and with a
-    vision-language policy ``images`` and ``videos``. A column that only some rows have is None in
-    the others.
+    also have the columns of a run: ``step`` (0 where none is given), ``max_steps``, ``truncated``
+    (false of responses that no run has written), and with a vision-language policy ``images`` and
+    ``videos``. A column that only some rows have is None in the others.
 
     Args:
         given: Responses; those of a group need not stand together.
@@ -154,7 +154,11 @@ def _columns(
     read: dict[str, dict[str, list[Any]]] = {}
     columns: list[Mapping[str, Any]] = []
     for one in given:
-        progress = {"step": one.step or 0, "max_steps": max_steps}
+        progress = {
+            "step": one.step or 0,
+            "max_steps": max_steps,
+            "truncated": one.truncated,
+        }
         key = one.refs.key
         if shows is not None and key not in read:
             read[key] = read_media(one.refs, shows)

@@ -141,9 +141,10 @@ def _math_shepherd(row: Row, *, tag: str) -> Iterator[Row]:
         raise BadRow("no steps", f"column 'input' has no step tag {tag!r}", remedy="set `step_tag`")
     if pieces[-1].strip():
         raise BadRow("no label", f"nothing marks the end of the last step: {pieces[-1]!r:.60}")
-    start = _FIRST_STEP.search(pieces[0])
-    if start is None:
+    starts = [*_FIRST_STEP.finditer(pieces[0])]
+    if not starts:
         raise BadRow("no steps", f"nothing begins with 'Step 1:' in {pieces[0][-60:]!r}")
+    start = starts[-1]  # a question may have steps of its own
     steps = [pieces[0][start.start() :], *pieces[1:-1]]
     yield _answer(said[: start.start()].strip(), [step.strip() for step in steps], labels)
 

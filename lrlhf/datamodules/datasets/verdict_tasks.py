@@ -50,11 +50,14 @@ class VerdictTasks(Source):
             rubric.
         system: System prompt; empty: none.
         positions: ``random``: each pair once, the better one first in exactly half of them, as the
-            seed says; ``both``: each pair twice, its candidates exchanged; ``given``: as they are.
-            Rows with reasoning stay as they are, because it names the positions.
+            seed says; ``both``: each pair twice, its candidates exchanged; ``given``: as they are,
+            where the better one of ``chosen`` and ``rejected`` is always the first. Rows whose
+            reasoning is part of the reply stay as they are, because it names the positions.
         ties: Keep pairs of equally good candidates.
         reasoning_column: Column with the reasoning that the reply begins with, where a row has
-            some; null: replies are verdicts alone.
+            some and the form writes it; null: replies are verdicts alone. It must have seen the
+            candidates in the order of ``candidate0`` and ``candidate1``, or of images ``_0`` and
+            ``_1``: ``chosen`` and ``rejected`` do not tell in which order it saw them.
         prompt_column: Column with what the candidates answer.
         label_column: Column with the label of candidate 0 and 1; null: ``preference`` or another
             that `PreferenceDataModule` finds.
@@ -125,6 +128,9 @@ class VerdictTasks(Source):
             if pair.label == 0 and not self._ties:
                 continue
             reasoning = self._reasoning(row)
+            if reasoning and not pair.placed and self._positions != "given":
+                yield _unplaced(self._reasoning_column)
+                continue
             for exchanged in self._orders(pair, place, decided, bool(reasoning)):
                 try:
                     yield self._task(row, pair, reasoning, exchanged) | {"pair": place}
@@ -163,7 +169,9 @@ class VerdictTasks(Source):
 
     def _reasoning(self, row: Row) -> str:
         column = self._reasoning_column
-        return "" if column is None or is_empty(row.get(column)) else text_of(row, column).strip()
+        if column is None or not self._form.writes_reasoning or is_empty(row.get(column)):
+            return ""
+        return text_of(row, column).strip()
 
     def _orders(
         self, pair: JudgedPair, place: str, decided: int, reasoned: bool
@@ -232,6 +240,16 @@ class VerdictTasks(Source):
         column = self._rubric_column
         own = None if column is None else text_of(row, column, setting="rubric_column")
         return "\n".join(filter(None, (self._rubric, own))) or None
+
+
+def _unplaced(column: str | None) -> BadRow:
+    return BadRow(
+        "reasoning without positions",
+        f"column {column!r} may name the positions of the candidates, and chosen and rejected do "
+        "not tell them: the first one would always be right",
+        remedy="name the candidates candidate0 and candidate1 in the order that the reasoning saw, "
+        "with a label; or set `reasoning_column: null`, which leaves the reasoning out",
+    )
 
 
 def _parts(media: MediaByKind) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -17,11 +16,14 @@ from lrlhf.datamodules.rows.preference_rows import (
     candidate_columns,
     split_pair,
 )
+from lrlhf.media import MediaRefs
 from lrlhf.rewards import completion_text
 from lrlhf.rewards.judge.forms import Shown
+from lrlhf.rewards.judge.templates import prompt_text
 from lrlhf.types import Message, Prompt
 
 MediaByKind = Mapping[str, list[Any]]
+_PLACED = ("candidate0", "candidate1")
 
 
 class Judged(NamedTuple):
@@ -40,6 +42,8 @@ class JudgedPair(NamedTuple):
     candidates: tuple[Judged, Judged]
     label: float
     """1: the first is better, -1: the second, 0: neither."""
+    placed: bool
+    """Whether the row says which candidate stands first, and not only which is the better one."""
     read: frozenset[str]
     """Columns that all this was read from."""
 
@@ -52,7 +56,8 @@ class JudgedPair(NamedTuple):
     def keys(self) -> Iterator[str]:
         """Yield what pairs of another split must not share: the prompt, or the candidates."""
         if self.prompt or any(self.media.values()):
-            yield f"{self.prompt!r} {_digest(self.media)}"
+            # not as Python writes it: images among its parts are others in each process
+            yield f"{prompt_text(self.prompt)!r} {_digest(self.media)}"
         else:
             yield from (f"{one.text!r} {_digest(one.media)}" for one in self.candidates)
 
@@ -75,6 +80,7 @@ def read_pair(row: Row, labels: LabelReader, prompt_column: str = "prompt") -> J
         media_said(turns, media_in(row)),
         (first, second),
         _label(row, labels, names),
+        names == _PLACED,
         frozenset({prompt_column, *names, *media_columns()}),
     )
 
@@ -96,14 +102,14 @@ def _shown_pair(row: Row, labels: LabelReader, prompt_column: str) -> JudgedPair
             media_in(row),
             (first, second),
             _label(row, labels, names),
+            names == _PLACED,
             frozenset({prompt_column, *names, *columns}),
         )
     return None
 
 
 def _label(row: Row, labels: LabelReader, names: tuple[str, str]) -> float:
-    unordered = names[0] == "candidate0"
-    return (labels.of_candidates(row) if unordered else labels.of_chosen(row))[0]
+    return (labels.of_candidates(row) if names == _PLACED else labels.of_chosen(row))[0]
 
 
 def _said(answer: str | tuple[Message, ...]) -> str:
@@ -118,4 +124,4 @@ def _nothing() -> MediaByKind:
 
 
 def _digest(media: MediaByKind) -> str:
-    return hashlib.blake2b(repr(media).encode(), digest_size=16).hexdigest()
+    return MediaRefs(*(tuple(media[kind]) for kind in KINDS)).key

@@ -149,7 +149,7 @@ class Evaluator:
 
     def answer(self, batch: PromptBatch, batch_idx: int, it: Iteration) -> Collected:
         """Answer each prompt once, in the main way."""
-        seeds = [own[0] for own in self._seeds(batch, batch_idx, 1, it)]
+        seeds = [own[0] for own in self._seeds(_numbers(batch, batch_idx, it), 1)]
         return self._sampler.answer(batch, self._passes[0].sampling, seeds, it)
 
     def evaluate(
@@ -167,8 +167,9 @@ class Evaluator:
             A readable line for each response.
         """
         records: list[dict[str, Any]] = []
+        numbers = _numbers(batch, batch_idx, it)
         for one in self._passes:
-            seeds = self._seeds(batch, batch_idx, one.num_samples, it)
+            seeds = self._seeds(numbers, one.num_samples)
             prompts = [_Responses() for _ in range(len(batch))]
             groups = self._groups(one, name)
             for first in range(0, one.num_samples, self._at_once):
@@ -178,7 +179,7 @@ class Evaluator:
                     collected = collected.with_beside(self._distance(collected.rollout, it))
                 taken = [*self._taken(collected, prompts, one, first)]
                 records += taken
-                self._observe(taken, groups)
+                self._observe(taken, collected.rollout.truncated.tolist(), numbers, groups)
             results = (self._measured(responses, one) for responses in prompts)
             self._results += [PromptResult(groups, values) for values in results]
         return records
@@ -194,13 +195,24 @@ class Evaluator:
         means = [measured_mean(name, values) for name, values in columns.items()]
         return [*means, *self._shares(ranks)]
 
-    def _observe(self, records: Sequence[Mapping[str, Any]], groups: tuple[str, ...]) -> None:
+    def _observe(
+        self,
+        records: Sequence[Mapping[str, Any]],
+        truncated: Sequence[bool],
+        numbers: Sequence[int],
+        groups: tuple[str, ...],
+    ) -> None:
         """Keep of responses what the functions want that sum them up."""
+        size = len(records) // len(numbers)
         for name, function in self._summaries.items():
-            self._observed += [
-                _Observed(name, groups, function.observed(record["completion"], record["columns"]))
-                for record in records
-            ]
+            for place, (record, cut) in enumerate(zip(records, truncated, strict=True)):
+                said = function.observed(
+                    record["completion"],
+                    record["columns"],
+                    truncated=cut,
+                    row=numbers[place // size],
+                )
+                self._observed.append(_Observed(name, groups, said))
 
     def _shares(self, ranks: Collectives) -> Iterator[Measurement]:
         """Yield what functions say of the responses of all ranks, and forget these."""
@@ -250,15 +262,9 @@ class Evaluator:
             labels.append("")
         return tuple(f"{own}{label}" for own in sets for label in labels)
 
-    def _seeds(
-        self, batch: PromptBatch, batch_idx: int, count: int, it: Iteration
-    ) -> list[list[int]]:
+    def _seeds(self, numbers: Sequence[int], count: int) -> list[list[int]]:
         """Return the seeds of each prompt's responses, which do not depend on its batch."""
-        position = batch_idx * it.ranks.world_size + it.ranks.rank
-        return [
-            sample_seeds(self._seed, _STREAM, number, count=count)
-            for number in prompt_numbers(batch, position)
-        ]
+        return [sample_seeds(self._seed, _STREAM, number, count=count) for number in numbers]
 
     def _taken(
         self, collected: Collected, prompts: Sequence[_Responses], one: Pass, first: int
@@ -311,6 +317,10 @@ class _Responses:
     def together(self, names: Sequence[str]) -> dict[str, float]:
         """Return metrics such as ``pass@4``; NaN: too few responses could be judged."""
         return judged_together(names, self.rights, self.answers)
+
+
+def _numbers(batch: PromptBatch, batch_idx: int, it: Iteration) -> list[int]:
+    return prompt_numbers(batch, batch_idx * it.ranks.world_size + it.ranks.rank)
 
 
 def prompt_numbers(batch: PromptBatch, position: int) -> list[int]:

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lrlhf.rewards.function import (
     Completion,
     LogExtra,
+    RewardError,
     RewardFunction,
     column_of,
     completion_text,
 )
 from lrlhf.rewards.judge.forms import FormName, verdict_form
 from lrlhf.rewards.judge.verdicts import SWAPPED, Choice
+from lrlhf.rewards.reward_values import shorten
 from lrlhf.statistics.proportions import Outcomes
 
 
 class _Said(NamedTuple):
     """What is kept of a response."""
 
-    pair: str
+    pair: Hashable
+    """Responses of one pair depend on each other; without a pair, those of one row."""
     exchanged: bool
     gold: Choice | None
     verdict: Choice | None
@@ -30,7 +33,8 @@ class _Said(NamedTuple):
 class VerdictCorrect(RewardFunction):
     """1 where the verdict in the response is the right one, else 0, as without a clear verdict.
 
-    No value where the row has no right one. The rows are those of `VerdictTasks`. Responses are
+    A response that was cut off has none, whatever its last line says. No value where the row has no
+    right one. The rows are those of `VerdictTasks`. Responses are
     logged with ``verdict``, ``correct`` and ``reasoning``.
 
     Evaluations also say, each with a 95 % interval that holds answers to one pair for dependent:
@@ -55,11 +59,17 @@ class VerdictCorrect(RewardFunction):
         self._gold_column = gold_column
 
     def __call__(
-        self, *, completions: Sequence[Completion], log_extra: LogExtra, **columns: Any
+        self,
+        *,
+        completions: Sequence[Completion],
+        log_extra: LogExtra,
+        truncated: Sequence[bool] | None = None,
+        **columns: Any,
     ) -> list[float | None]:
         gold = column_of(columns, self._gold_column, setting="gold_column")
+        gold = [self._checked(one) for one in gold]
         texts = [completion_text(completion) for completion in completions]
-        verdicts = [self._form.read(text) for text in texts]
+        verdicts = [*map(self._verdict, texts, _all_of(truncated, texts))]
         correct = [
             None if right is None else right == verdict
             for right, verdict in zip(gold, verdicts, strict=True)
@@ -73,10 +83,26 @@ class VerdictCorrect(RewardFunction):
         """Return the verdict, for majority votes."""
         return self._form.read(text)
 
-    def observed(self, text: str, columns: Mapping[str, Any]) -> _Said:
+    def observed(
+        self, text: str, columns: Mapping[str, Any], *, truncated: bool, row: Hashable
+    ) -> _Said:
         """Return what the shares need of a response."""
-        pair, exchanged = str(columns.get("pair", "")), bool(columns.get("exchanged"))
-        return _Said(pair, exchanged, columns.get(self._gold_column), self._form.read(text))
+        pair, exchanged = columns.get("pair"), bool(columns.get("exchanged"))
+        gold = self._checked(columns.get(self._gold_column))
+        verdict = self._verdict(text, truncated)
+        return _Said(("row", row) if pair is None else str(pair), exchanged, gold, verdict)
+
+    def _verdict(self, text: str, truncated: bool) -> Choice | None:
+        return None if truncated else self._form.read(text)
+
+    def _checked(self, gold: Any) -> Choice | None:
+        if gold is None or gold in [*SWAPPED]:
+            right: Choice | None = gold
+            return right
+        raise RewardError(
+            f"gold_column: column {self._gold_column!r} holds {shorten(gold)}, no verdict; it must "
+            f"be {', '.join(SWAPPED)}, or null where there is no right one"
+        )
 
     def shares(self, observed: Sequence[_Said]) -> dict[str, Outcomes]:
         """Return what all responses say, see the class."""
@@ -100,7 +126,7 @@ class VerdictCorrect(RewardFunction):
 
 
 class VerdictFormat(RewardFunction):
-    """1 where the response has a clear verdict of the wanted form, else 0.
+    """1 where the response has a clear verdict of the wanted form and was not cut off, else 0.
 
     Args:
         form: Of the verdict: ``line``, ``direct`` or ``answer``, as of the data.
@@ -111,8 +137,18 @@ class VerdictFormat(RewardFunction):
         self._form = verdict_form(form)
         self._reasoning = reasoning
 
-    def __call__(self, *, completions: Sequence[Completion], **columns: Any) -> list[float | None]:
-        return [float(self._is_one(completion_text(one))) for one in completions]
+    def __call__(
+        self,
+        *,
+        completions: Sequence[Completion],
+        truncated: Sequence[bool] | None = None,
+        **columns: Any,
+    ) -> list[float | None]:
+        cut = _all_of(truncated, completions)
+        return [
+            float(not ended and self._is_one(completion_text(one)))
+            for one, ended in zip(completions, cut, strict=True)
+        ]
 
     def _is_one(self, text: str) -> bool:
         if self._form.read(text) is None:
@@ -120,9 +156,14 @@ class VerdictFormat(RewardFunction):
         return bool(self._form.reasoning(text)) or not self._reasoning
 
 
+def _all_of(truncated: Sequence[bool] | None, responses: Sequence[Any]) -> Sequence[bool]:
+    """Return which responses were cut off; where nobody knows, none was."""
+    return [False] * len(responses) if truncated is None else truncated
+
+
 def _consistency(observed: Sequence[_Said]) -> Outcomes:
     """Compare each answer to a pair with that in the other order, the first with the first."""
-    orders: defaultdict[str, tuple[list[_Said], list[_Said]]] = defaultdict(lambda: ([], []))
+    orders: defaultdict[Hashable, tuple[list[_Said], list[_Said]]] = defaultdict(lambda: ([], []))
     for one in observed:
         orders[one.pair][one.exchanged].append(one)
     met = [

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lrlhf.rewards.function import Completion, column_of, completion_text
+from lrlhf.rewards.function import Completion, RewardError, column_of, completion_text
 from lrlhf.rewards.judge import templates, verdicts
 from lrlhf.rewards.judge.chat_endpoint import Reply
-from lrlhf.rewards.judge.comparisons import REFERENCE, Mode, comparisons_of
+from lrlhf.rewards.judge.comparisons import REFERENCE, Mode, check_groups, comparisons_of
 from lrlhf.rewards.judge.forms import FormName, verdict_form
 from lrlhf.rewards.judge.questions import Question, Verdict
 from lrlhf.rewards.judge.templates import JudgeTemplate, prompt_text
+from lrlhf.rewards.reward_values import shorten
 from lrlhf.types import Prompt
 
 _TEMPLATES = {"absolute": templates.ABSOLUTE, "listwise": templates.LISTWISE}
@@ -29,7 +30,8 @@ class Batch:
     shown: Sequence[Sequence[Any] | None]
     """Stands for what each prompt shows, as JSON can say it."""
     columns: Mapping[str, Sequence[Any]]
-    references: Sequence[Any] | None
+    references: Sequence[str | None] | None
+    """Answers to compare with; None in them: there is none."""
 
     def groups(self) -> list[list[int]]:
         """Return the numbers of the responses that have the same to answer."""
@@ -41,11 +43,15 @@ class Batch:
             found[json.dumps(same, default=str, sort_keys=True)].append(row)
         return [*found.values()]
 
-    def text(self, row: int, of: int) -> Any:
+    def is_comparable(self, group: Sequence[int]) -> bool:
+        """Whether there is a reference answer, where there is to be one."""
+        return self.references is None or self.references[group[0]] is not None
+
+    def text(self, row: int, of: int) -> str:
         """Return a response, or the reference answer to the prompt of another."""
-        if row != REFERENCE:
-            return self.completions[row]
-        return self.references[of] if self.references is not None else None
+        if row == REFERENCE and self.references is not None:
+            return self.references[of] or ""
+        return self.completions[row]
 
 
 class Asker:
@@ -84,26 +90,50 @@ class Asker:
         completions: Sequence[Completion],
         shown: Sequence[Sequence[Any] | None],
         columns: Mapping[str, Any],
+        clean: Callable[[str], str] = str,
     ) -> Batch:
-        """Gather what the questions are made of."""
-        reference = self._reference
+        """Gather what the questions are made of.
+
+        Args:
+            prompts: One per response, as all that follows.
+            completions: The responses.
+            shown: See `Batch`.
+            columns: Of the data.
+            clean: Takes out of responses and reference answers what the judge must not read.
+
+        Raises:
+            RewardError: A column is missing, or a reference answer is no text.
+        """
         return Batch(
             prompts,
-            [completion_text(completion) for completion in completions],
+            [clean(completion_text(completion)) for completion in completions],
             shown,
             {name: column_of(columns, name, setting="template") for name in self._template.columns},
-            reference and column_of(columns, reference, setting="reference_column"),
+            self._references(columns, clean),
         )
+
+    def _references(
+        self, columns: Mapping[str, Any], clean: Callable[[str], str]
+    ) -> list[str | None] | None:
+        if (name := self._reference) is None:
+            return None
+        given = column_of(columns, name, setting="reference_column")
+        texts = (clean(_reference_text(one, name)) for one in given)
+        return [text if text.strip() else None for text in texts]
 
     def questions(self, batch: Batch) -> list[Question]:
         """Return all that is asked of a batch.
 
         Raises:
-            RewardError: A group has too few or too many responses to compare.
+            RewardError: No group has enough responses to compare, or one has too many.
         """
+        groups = batch.groups()
+        if self._mode != "absolute" and self._reference is None:
+            check_groups(groups, self._mode)
         return [
             Question(comparison, order, sample)
-            for group in batch.groups()
+            for group in groups
+            if batch.is_comparable(group)
             for comparison in self._compare(group)
             for order in comparison.orders
             for sample in range(self._samples)
@@ -134,6 +164,18 @@ class Asker:
         if self._mode == "absolute":
             return Verdict(verdicts.read_rating(verdict, self._low, self._high), reply)
         return Verdict(verdicts.read_ranking(verdict, len(question.order)), reply)
+
+
+def _reference_text(reference: Any, column: str) -> str:
+    """Return a reference answer as text; of a chat, what the assistant says; empty: none."""
+    if reference is None or isinstance(reference, str):
+        return reference or ""
+    if isinstance(reference, Sequence) and all(isinstance(turn, Mapping) for turn in reference):
+        return completion_text(reference)
+    raise RewardError(
+        f"reference_column: an entry of column {column!r} is {shorten(reference)} "
+        f"({type(reference).__name__}); give a text, or the turns of a chat"
+    )
 
 
 def columns_asked(options: Mapping[str, Any]) -> Iterable[str]:

@@ -70,14 +70,13 @@ def with_reference(rows: Sequence[int]) -> Iterator[Comparison]:
 
 
 def in_pairs(rows: Sequence[int], opponents: int | None = None) -> Iterator[Comparison]:
-    """Yield the pairs of a group.
+    """Yield the pairs of a group; none of a single response.
 
     Args:
         rows: The group.
         opponents: How many each response meets, an even number; None: all others. The responses
             stand in a ring, and each meets its neighbours on both sides.
     """
-    _check_group(rows, "pairwise")
     if opponents is None or opponents >= len(rows) - 1:
         yield from (_both_ways(*pair) for pair in combinations(rows, 2))
         return
@@ -87,8 +86,9 @@ def in_pairs(rows: Sequence[int], opponents: int | None = None) -> Iterator[Comp
 
 
 def all_together(rows: Sequence[int]) -> Iterator[Comparison]:
-    """Yield the group as a whole."""
-    _check_group(rows, "listwise")
+    """Yield the group as a whole; nothing of a single response."""
+    if len(rows) < 2:
+        return
     if len(rows) > len(LETTERS):
         raise RewardError(
             f"mode listwise shows a judge {len(LETTERS)} responses at most, and a prompt has "
@@ -97,12 +97,20 @@ def all_together(rows: Sequence[int]) -> Iterator[Comparison]:
     yield _both_ways(*rows)
 
 
-def _check_group(rows: Sequence[int], mode: str) -> None:
-    if len(rows) < 2:
+def check_groups(groups: Sequence[Sequence[int]], mode: Mode) -> None:
+    """Refuse a batch in which no response has another to be compared with.
+
+    Where some have, the others go without a value: a sibling may have failed.
+
+    Raises:
+        RewardError: Each group has a single response.
+    """
+    if groups and all(len(group) < 2 for group in groups):
         raise RewardError(
-            f"mode {mode} compares the responses to a prompt, and one has a single response: take "
-            "mode absolute, or pairwise with reference_column; evaluations need several samples "
-            "(model.evaluation.num_samples)"
+            f"mode {mode} compares the responses to a prompt, and here no prompt has two: take "
+            "mode absolute, or pairwise with reference_column. In an evaluation it needs several "
+            "samples (model.evaluation.num_samples) at temperatures above 0; they are taken in "
+            "rounds of model.num_generations, and none of the rounds may be of one"
         )
 
 

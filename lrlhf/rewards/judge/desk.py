@@ -28,17 +28,21 @@ class Desk:
         self.asked = self.known = self.unanswered = 0
         self.prompt_tokens = self.completion_tokens = 0
         self.refusal = ""
+        self._unsaved: dict[bytes, Reply] = {}
+        self._saving = asyncio.Lock()
 
     async def ask(self, requests: Iterable[bytes]) -> dict[bytes, Reply]:
         """Return the replies; a request that comes twice is sent once."""
         wanted = list(dict.fromkeys(requests))
         known = await asyncio.to_thread(self._cache.find, wanted)
         open_ones = [one for one in wanted if one not in known]
-        answers = await all_of([self._send(one) for one in open_ones])
+        try:
+            answers = await all_of([self._send(one) for one in open_ones])
+        finally:
+            await asyncio.to_thread(self._cache.keep, self._unsaved)
         new = {
             one: reply for one, reply in zip(open_ones, answers, strict=True) if reply is not None
         }
-        await asyncio.to_thread(self._cache.keep, new)
         self.known += len(known)
         self.asked += len(open_ones)
         self.unanswered += len(open_ones) - len(new)
@@ -48,12 +52,24 @@ class Desk:
 
     async def _send(self, request: bytes) -> Reply | None:
         try:
-            return await self._calls.ask(completions_address, lambda: request, read_reply)
+            reply = await self._calls.ask(completions_address, lambda: request, read_reply)
         except RequestRefusedError as error:
             if error.status not in _ABOUT_THE_REQUEST:
                 raise
             self.refusal = str(error)
             return None
+        if reply is not None:
+            await self._keep(request, reply)
+        return reply
+
+    async def _keep(self, request: bytes, reply: Reply) -> None:
+        """Put a reply into the cache at once, as it is paid for: what follows may fail."""
+        self._unsaved[request] = reply
+        async with self._saving:  # with those that came while others were written
+            waiting = dict(self._unsaved)
+            await asyncio.to_thread(self._cache.keep, waiting)
+            for one in waiting:
+                del self._unsaved[one]
 
     def counts(self) -> dict[str, float]:
         """Return what is logged of the requests."""

@@ -10,6 +10,7 @@ from lrlhf.rewards.judge.verdicts import (
     Choice,
     answer_of,
     choice_of,
+    only_choice_of,
     read_answer,
     reasoning_before_answer,
     reasoning_before_line,
@@ -30,6 +31,8 @@ class VerdictForm(NamedTuple):
     """Returns the verdict in a reply, None where it is not clear."""
     reasoning: Callable[[str], str]
     """Returns what stands before the verdict."""
+    writes_reasoning: bool = True
+    """Whether a written reply has the reasoning."""
 
 
 def _line(verdict: Choice, shown: Shown, reasoning: str) -> str:
@@ -49,7 +52,9 @@ def _answer(verdict: Choice, shown: Shown, reasoning: str) -> str:
 
 FORMS: Mapping[FormName, VerdictForm] = {
     "line": VerdictForm(templates.PAIRWISE, _line, choice_of, reasoning_before_line),
-    "direct": VerdictForm(templates.DIRECT, _direct, choice_of, reasoning_before_line),
+    "direct": VerdictForm(
+        templates.DIRECT, _direct, only_choice_of, reasoning_before_line, writes_reasoning=False
+    ),
     "answer": VerdictForm(templates.ANSWER, _answer, read_answer, reasoning_before_answer),
 }
 """``line``: reasoning, then a last line ``Verdict: A``, ``B`` or ``tie``. ``direct``: that alone.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from lrlhf.rewards.function import (
@@ -79,10 +80,15 @@ class JudgeReward(CopiesStartAfresh):
         attempts: How often a question is asked until there is a verdict; as with ``samples``.
         request: Further fields of the requests, such as ``{temperature: 0.7, top_p: 0.9}``; a field
             that is null is not sent. Default: temperature 0, max_tokens 1024.
-        seed: Of the first sample, sent where a question is asked more than once.
+        seed: Of the first sample, sent where a question is asked more than once. For questions that
+            are asked once, ``request`` may have a seed.
         show_images: Show the judge the images of the prompt.
         cache: SQLite file of replies: what was asked once is not asked again, so that a run that is
-            resumed gets the same verdicts and pays once.
+            resumed gets the same verdicts and pays once. A reply is found by the addresses, the
+            model's name and the request, which do not tell weights apart: keep it off where the
+            judge changes under its name, such as the run's own policy.
+        cache_version: A name for the judge, by which replies are found in place of the addresses:
+            they stay known when it moves, and another name asks anew when its weights are others.
         prices: Of a million tokens, ``{prompt: …, completion: …}``, to log the cost.
         token_env: Environment variable that holds the key of the endpoint.
         token_file: File that holds it, instead.
@@ -120,6 +126,7 @@ class JudgeReward(CopiesStartAfresh):
         seed: int = 0,
         show_images: bool = True,
         cache: str | None = None,
+        cache_version: str | None = None,
         prices: dict[str, float] | None = None,
         token_env: str = DEFAULT_TOKEN_ENV,
         token_file: str | None = None,
@@ -163,11 +170,19 @@ class JudgeReward(CopiesStartAfresh):
                 "samples and attempts above 1 ask the same question again, and at temperature 0 "
                 "the judge says the same again: give request: {temperature: 0.7}"
             )
+        if samples * attempts > 1 and "seed" in self._request:
+            raise ValueError(
+                "request has a seed, and with samples or attempts above 1 each question needs "
+                "several: give the first one as the option seed"
+            )
+        if cache_version is not None and cache is None:
+            raise ValueError("cache_version is for replies that are kept: give cache, a file")
         if unknown := {*(prices or {})} - {"prompt", "completion"}:
             raise ValueError(f"prices are of prompt and completion, not of {sorted(unknown)}")
         self._prices = prices or {}
         self._show_images = show_images
-        self._cache = ReplyCache(cache)
+        addresses = " ".join(sorted(self._settings.addresses))
+        self._cache = ReplyCache(cache, judge=cache_version or addresses)
         self._start_afresh()
 
     def _start_afresh(self) -> None:
@@ -178,14 +193,23 @@ class JudgeReward(CopiesStartAfresh):
         """Wait until the endpoint answers; once it did, do nothing.
 
         Raises:
-            RewardError: It does not within ``startup_timeout``, does not serve the model, or the
-                key cannot be read.
+            RewardError: It does not within ``startup_timeout``, does not serve the model, several
+                serve different ones, or the key cannot be read.
         """
-        if not self._served:
-            self._client.meet(self._greet)
+        if self._served:
+            return
+        served: dict[str, str] = {}
+        self._client.meet(partial(self._greet, served))
+        if len({*served.values()}) > 1:
+            said = "; ".join(f"{url} has {model}" for url, model in served.items())
+            raise RewardError(
+                f"urls serve different models, so that verdicts would depend on who answers: "
+                f"{said}. Set model to one that all have, or make each a reward of its own"
+            )
+        self._served = next(iter(served.values()))
 
-    async def _greet(self, exchange: Exchange, service: Service) -> str:
-        """Return what is wrong with an endpoint; empty: nothing."""
+    async def _greet(self, served: dict[str, str], exchange: Exchange, service: Service) -> str:
+        """Add which model an endpoint serves, or return what is wrong with it."""
         try:
             models = read_models(await exchange.ask(f"{service.url}/models"))
         except ServiceError as error:
@@ -194,7 +218,7 @@ class JudgeReward(CopiesStartAfresh):
             if self._model is None or error.status != 404:
                 raise
             models = {self._model: {}}  # not every endpoint lists them
-        self._served = served_model(service.url, models, self._model)
+        served[service.url] = served_model(service.url, models, self._model)
         return ""
 
     async def __call__(
@@ -218,13 +242,19 @@ class JudgeReward(CopiesStartAfresh):
             desk = Desk(calls, self._cache)
             for attempt in range(self._attempts):
                 missing = [one for one in questions if attempt == 0 or found[one].scores is None]
+                if not missing:
+                    break
                 bodies = await asyncio.to_thread(self._bodies, batch, missing, attempt)
                 replies = await desk.ask([*bodies.values()])
-                found |= {one: self._asker.read(one, replies.get(bodies[one])) for one in missing}
+                for one in missing:
+                    reply = replies.get(bodies[one])
+                    # an earlier reply without a verdict tells more than none
+                    if reply is not None or one not in found:
+                        found[one] = self._asker.read(one, reply)
         values = values_of(questions, found, len(completions))
         self._log(log_metric, desk, questions, found)
         log_extra("judge", notes_of(questions, found, len(completions)))
-        return self._with_failures(values, desk)
+        return self._with_failures(values, desk, found)
 
     def _batch(
         self,
@@ -268,11 +298,17 @@ class JudgeReward(CopiesStartAfresh):
             cost = sum(price * paid[name] for name, price in self._prices.items()) / 1e6
             log_metric("judge/cost", cost)
 
-    def _with_failures(self, values: list[float | None], desk: Desk) -> list[float | None]:
-        if not desk.unanswered:
+    def _with_failures(
+        self, values: list[float | None], desk: Desk, found: Mapping[Question, Verdict]
+    ) -> list[float | None]:
+        """Report questions that no attempt has got a reply to."""
+        unanswered = [one for one, verdict in found.items() if verdict.reply is None]
+        if not unanswered:
             return values
         complaint = desk.refusal or self._client.services.complaints()
-        failure = f"{desk.unanswered} questions to the judge have no answer: {complaint}"
-        if all(value is None for value in values):
+        failure = f"{len(unanswered)} questions to the judge have no answer: {complaint}"
+        if len(unanswered) == len(found):
             raise ServicesDownError(failure)
-        return PartialValues(values, failure)
+        asked_about = {row for question in unanswered for row in question.order}
+        failed = sum(value is None and row in asked_about for row, value in enumerate(values))
+        return PartialValues(values, failure, failed)

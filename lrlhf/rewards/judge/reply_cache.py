@@ -20,10 +20,12 @@ class ReplyCache:
 
     Args:
         path: An SQLite database; it is made where there is none. None: nothing is kept.
+        judge: Who replies; replies of others are not found.
     """
 
-    def __init__(self, path: str | None) -> None:
+    def __init__(self, path: str | None, judge: str) -> None:
         self._path = None if path is None else Path(path).expanduser()
+        self._judge = judge
 
     def find(self, requests: Sequence[bytes]) -> dict[bytes, Reply]:
         """Return the replies that are known."""
@@ -31,7 +33,9 @@ class ReplyCache:
             return {}
         query = "SELECT text, finished FROM replies WHERE request = ?"
         with self._open(self._path) as database:
-            rows = ((one, database.execute(query, (_key(one),)).fetchone()) for one in requests)
+            rows = (
+                (one, database.execute(query, (self._key(one),)).fetchone()) for one in requests
+            )
             return {one: Reply(row[0], finished=bool(row[1])) for one, row in rows if row}
 
     def keep(self, replies: Mapping[bytes, Reply]) -> None:
@@ -41,7 +45,7 @@ class ReplyCache:
         with self._open(self._path) as database:
             database.executemany(
                 "INSERT OR REPLACE INTO replies VALUES (?, ?, ?)",
-                [(_key(one), reply.text, reply.finished) for one, reply in replies.items()],
+                [(self._key(one), reply.text, reply.finished) for one, reply in replies.items()],
             )
 
     @contextmanager
@@ -57,6 +61,5 @@ class ReplyCache:
         except (sqlite3.Error, OSError) as error:
             raise RewardError(f"cache: {path} cannot be used: {error}") from error
 
-
-def _key(request: bytes) -> bytes:
-    return hashlib.sha256(request).digest()
+    def _key(self, request: bytes) -> bytes:
+        return hashlib.sha256(self._judge.encode() + b"\n" + request).digest()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 import jinja2
 import jinja2.meta
 from jinja2.sandbox import SandboxedEnvironment
@@ -67,6 +70,10 @@ length counts.
 {_REQUEST}
 Verdict: <all letters, the best first, such as B > A = C, where = stands between equally good ones>
 """
+_MARKS = re.compile(
+    r"<(?=/?(?:response|request)\b|[|\uff5c][^<>\s]{1,64}[|\uff5c]>)", re.IGNORECASE
+)
+"""What begins like the marks of the built-in questions, or is a chat's ``<|im_end|>``."""
 _KNOWN = {"prompt", "responses", "rubric", "low", "high", "letters", "shown"}
 
 
@@ -99,16 +106,28 @@ class JudgeTemplate:
     def __reduce__(self) -> tuple[type[JudgeTemplate], tuple[str]]:
         return JudgeTemplate, (self._text,)  # what jinja2 compiles has no copies
 
-    def render(self, **values: object) -> str:
+    def render(self, *, prompt: str, responses: Sequence[str], **values: object) -> str:
         """Fill in.
+
+        Marks in prompt and responses are made text: a response cannot end itself and go on as
+        the question.
 
         Raises:
             RewardError: The template does not fit the values.
         """
         try:
-            return self._template.render(letters=LETTERS, **values)
+            return self._template.render(
+                prompt=_without_marks(prompt),
+                responses=[_without_marks(response) for response in responses],
+                letters=LETTERS,
+                **values,
+            )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
             raise RewardError(f"template: {type(error).__name__}: {error}") from error
+
+
+def _without_marks(text: str) -> str:
+    return _MARKS.sub("&lt;", text)
 
 
 def prompt_text(prompt: Prompt) -> str:

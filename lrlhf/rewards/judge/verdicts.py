@@ -26,12 +26,17 @@ def verdict_of(reply: str) -> str | None:
     What a model has thought before ``</think>`` does not count. A reply with two lines of verdicts
     has none.
     """
-    lines = [line.strip(_MARKUP) for line in reply.rpartition(_END_OF_THOUGHT)[2].splitlines()]
-    lines = [line for line in lines if line]
+    lines = _lines_of(reply)
     found = [match for line in lines if (match := _LINE.fullmatch(line))]
     if len(found) != 1 or found[0].string != lines[-1]:
         return None
     return found[0].group(1).strip(_MARKUP)
+
+
+def _lines_of(reply: str) -> list[str]:
+    """Return the lines behind the thoughts, without markup and empty ones."""
+    said = reply.rpartition(_END_OF_THOUGHT)[2].splitlines()
+    return [line for one in said if (line := one.strip(_MARKUP))]
 
 
 def read_rating(verdict: str, low: float, high: float) -> tuple[float, ...] | None:
@@ -49,6 +54,11 @@ def choice_of(reply: str) -> Choice | None:
     """Return which of two responses the last line of a reply calls better; None: it does not."""
     choices: dict[str, Choice] = {"a": "A", "b": "B", "tie": "tie"}
     return choices.get((verdict_of(reply) or "").casefold())
+
+
+def only_choice_of(reply: str) -> Choice | None:
+    """Return which of two responses is called better by a reply that says no more than that."""
+    return choice_of(reply) if len(_lines_of(reply)) == 1 else None
 
 
 def choice_scores(choice: Choice | None) -> tuple[float, ...] | None:
