@@ -3,16 +3,20 @@
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import kl_div
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lrlhf.datamodules import PromptDataModule
 from lrlhf.models import CausalLM, LoRA
+from lrlhf.models.loading.unread import is_unread, reading
 from lrlhf.modules import (
     PPO,
     RLOO,
@@ -189,6 +193,22 @@ def test_an_evaluation_measures_the_distance_of_each_response(learner, train) ->
     assert run.module.evaluation_names() >= names
 
 
+def test_an_evaluation_without_training_reads_a_teacher_that_was_built_unread(
+    learner, prompts, tmp_path, other_model, model_folder
+) -> None:
+    def found(later: bool) -> float:
+        with reading(later=later):
+            module = learner(CausalLM(source=model_folder))
+        assert is_unread(module.parts.teaching.model.model) == later
+        trainer = L.Trainer(logger=False, accelerator="cpu", devices=1, default_root_dir=tmp_path)
+        data = PromptDataModule(train=str(prompts), batch_size=4, val=str(prompts))
+        trainer.validate(module, datamodule=data, verbose=False)
+        return float(trainer.logged_metrics["eval/teacher_reverse_kl"])
+
+    assert found(True) == pytest.approx(found(False), rel=1e-6)
+    assert found(False) > 0.1
+
+
 # ---- what must not matter
 
 
@@ -213,6 +233,37 @@ def test_micro_batches_chunks_and_padding_do_not_matter(
     assert_same(first.after, second.after, rtol=1e-4, atol=1e-6)
     for name in ("teacher/reverse_kl", "teacher/reverse_kl_sampled", "teacher/top_agreement"):
         assert second.logged[name] == pytest.approx(first.logged[name], rel=1e-3), name
+
+
+@pytest.mark.parametrize("placement", ["reward", "loss"])
+@pytest.mark.parametrize("kind", [RLOO, PPO])
+def test_no_micro_batch_is_larger_to_a_teacher_that_pads_than_to_a_policy_that_packs(
+    learner, train, other_model, model_folder, kind: Any, placement: str
+) -> None:
+    limit = 40
+    module = learner(
+        CausalLM(source=model_folder, attn_implementation="sdpa"),
+        kind=kind,
+        rewards=Rewards([letters]),
+        # responses of many lengths: padded, rows take more than they do packed
+        sampling=Sampling(max_new_tokens=24, stop=("a", "e", "i", "o", "s", "t")),
+        update=Update(micro_batch_tokens=limit, loss="token_clip"),
+        teacher={
+            "model": replace(other_model, attn_implementation="eager"),
+            "placement": placement,
+        },
+    )
+    sizes: list[int] = []
+
+    def note(_: Any, __: Any, given: dict[str, Any]) -> None:
+        sizes.append(given["attention_mask"].numel())
+
+    body = module.parts.teaching.model.model.base_model
+    body.register_forward_pre_hook(note, with_kwargs=True)
+    run = train(module)
+    assert run.experience.attention_mask.sum(1).unique().numel() > 1
+    assert len(sizes) > 1
+    assert max(sizes) <= limit
 
 
 @pytest.mark.parametrize("teacher", [{"discount": 1.0}, {"placement": "loss", "top_k": 4}], ids=str)

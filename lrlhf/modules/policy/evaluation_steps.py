@@ -51,7 +51,8 @@ def evaluation_names(module: Evaluates) -> set[str]:
 
 
 def start(module: Evaluates) -> None:
-    """Forget what is left of an evaluation that was broken off."""
+    """Forget what is left of an evaluation that was broken off, and have a teacher ready."""
+    module.parts.shard_teacher(cast(TrainingModule, module))  # no training may have come before
     module.parts.evaluator.reset()
 
 

@@ -220,6 +220,10 @@ class PolicyParts:
         """Have reference and teacher split over the ranks as trained models are."""
         if self.reference is not None:
             module.shard_frozen(self.reference, offload=self.settings.reference.offload)
+        self.shard_teacher(module)
+
+    def shard_teacher(self, module: TrainingModule) -> None:
+        """Have the teacher split, which evaluations ask too; done twice it is done once."""
         if self.teaching is not None and self.teaching.model is not None:
             module.shard_frozen(self.teaching.model, offload=self.teaching.settings.offload)
 

@@ -91,9 +91,10 @@ class Teaching:
             self.model.rest(offload=self.settings.offload)
 
     def close(self) -> None:
-        """Break off what is asked of a server."""
+        """Break off what is asked of a server; a later run looks at its tokens anew."""
         if self._server is not None:
             self._server.close()
+            self._checked = False
 
 
 @quiet()
