@@ -80,9 +80,7 @@ def test_a_plan_knows_their_size(save, model_folder: str) -> None:
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_a_model_that_does_not_learn_has_them_too(
-    save, language_model: PreTrainedModel, model_folder: str, later: bool
-) -> None:
+def test_a_model_that_does_not_learn_has_them_too(save, model_folder: str, later: bool) -> None:
     plain = CausalLM(source=model_folder).load()
     folder, trained = save()
     spec = CausalLM(source=model_folder, lora=LoRA(source=folder, dropout=0.5))

@@ -194,7 +194,7 @@ def test_an_evaluation_measures_the_distance_of_each_response(learner, train) ->
 
 
 def test_an_evaluation_without_training_reads_a_teacher_that_was_built_unread(
-    learner, prompts, tmp_path, other_model, model_folder
+    learner, prompts, tmp_path, model_folder
 ) -> None:
     def found(later: bool) -> float:
         with reading(later=later):

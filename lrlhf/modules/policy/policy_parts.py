@@ -43,7 +43,7 @@ from lrlhf.rollout.episodes.episode_engine import EpisodeEngine
 from lrlhf.run.quiet_output import quiet
 from lrlhf.types import Experience, PromptBatch, SequenceBatch, StoredRollout
 
-_SHOWN = ("rollout/score", "kl/reference")
+_SHOWN = ("rollout/score", "kl/reference", "teacher/reverse_kl")
 
 
 class PolicyParts:

@@ -217,9 +217,9 @@ class Scorer:
             temperature=self._settings.sampling.temperature,
             chunk_size=self._settings.update.logprob_chunk,
         )
-        return self._in_micro_batches(
-            rollout, [reference.model], lambda part: [compute(part)], it
-        )[0]
+        return self._in_micro_batches(rollout, [reference.model], lambda part: [compute(part)], it)[
+            0
+        ]
 
     def _in_micro_batches(
         self,
