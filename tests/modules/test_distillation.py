@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lrlhf.datamodules import PromptDataModule
 from lrlhf.models import CausalLM, LoRA
 from lrlhf.models.loading.unread import is_unread, reading
+from lrlhf.models.teacher import TeacherModel
 from lrlhf.modules import (
     PPO,
     RLOO,
@@ -29,7 +30,7 @@ from lrlhf.modules import (
 )
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Sampling
-from lrlhf.types import Experience
+from lrlhf.types import Experience, SequenceBatch
 from tests.conftest import build_language_model, byte_tokenizer
 from tests.modules.policy_runs import (
     SkewedEngine,
@@ -405,6 +406,41 @@ def test_embeddings_may_be_padded_differently(
     run = train(module)
     assert math.isfinite(run.logged["teacher/reverse_kl"])
     assert moved(run.before, run.after)
+
+
+def test_a_teacher_with_a_shorter_context_is_refused_before_anything_is_generated(
+    learner, train, tokenizer, tmp_path
+) -> None:
+    # the prompts have five tokens, and the responses up to six
+    enough = saved(tokenizer, tmp_path / "enough", max_position_embeddings=11)
+    train(learner(teacher={"model": enough}))
+    short = saved(tokenizer, tmp_path / "short", max_position_embeddings=10)
+    engine = SkewedEngine()
+    engine.generate = lambda *_, **__: pytest.fail("it generates")  # type: ignore[method-assign]
+    culprit = r"reads 10 tokens, fewer than a prompt of 5 and sampling.max_new_tokens, 6"
+    with pytest.raises(ValueError, match=culprit):
+        train(learner(teacher={"model": short}, engine=engine))
+    none = saved(tokenizer, tmp_path / "none", max_position_embeddings=6)
+    with pytest.raises(ValueError, match="reads 6 tokens"):
+        learner(teacher={"model": none})
+
+
+@pytest.mark.parametrize("forks", [False, True])
+def test_rows_that_are_longer_than_what_a_teacher_reads_are_refused(tokenizer, forks: bool) -> None:
+    teacher = TeacherModel(build_language_model(tokenizer, max_position_embeddings=5))
+    ids = torch.arange(60, 66)[None]
+    # the last two tokens go on from the second one: branches of four tokens
+    behind = torch.tensor([[0, 0, 0, 0, 2, 0]]) if forks else None
+    rows = SequenceBatch(
+        input_ids=ids, attention_mask=ids > 0, response_mask=ids > 61, forks=behind
+    )
+    if forks:
+        assert teacher.rows(rows).hidden.isfinite().all()
+        return
+    with pytest.raises(
+        ValueError, match="have 6 tokens, and the teacher reads 5: leave out longer"
+    ):
+        teacher.rows(rows)
 
 
 def test_another_end_token_is_said(learner, tmp_path, tokenizer, caplog) -> None:

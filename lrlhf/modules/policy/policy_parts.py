@@ -132,6 +132,8 @@ class PolicyParts:
             self._shown_plan = plan.table()
             module.print(self._shown_plan)
         check_texts(batch.pretraining, self.settings)
+        if self.teaching is not None and isinstance(batch, PromptBatch):
+            self.teaching.check_prompts(batch, self.settings.sampling.max_new_tokens)
         if module.kl_coef > 0 and self.reference is None:
             raise ValueError(
                 f"the KL coefficient was set to {module.kl_coef}, but no reference was loaded: "
