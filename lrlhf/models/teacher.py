@@ -122,9 +122,9 @@ def _refuse_longer(batch: SequenceBatch, limit: int) -> None:
         longest = int(branches.rows.attention_mask.sum(dim=1).max())
     if longest > limit:
         raise ValueError(
-            f"a prompt and its response have {longest} tokens, and the teacher reads {limit}: leave "
-            "out longer prompts (max_prompt_tokens of the data), lower sampling.max_new_tokens, or "
-            "take a teacher with a longer context"
+            f"a prompt and its response have {longest} tokens, and the teacher reads {limit}: "
+            "leave out longer prompts (max_prompt_tokens of the data), lower "
+            "sampling.max_new_tokens, or take a teacher with a longer context"
         )
 
 
