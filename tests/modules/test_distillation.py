@@ -308,6 +308,15 @@ def test_beside_rewards_the_teachers_term_is_added_to_the_advantages(learner, tr
     assert with_both.experience.scores.std() > 0
 
 
+def test_rewards_may_be_logged_beside_a_teacher_that_alone_is_learnt_from(learner, train) -> None:
+    both = train(learner(rewards=Rewards([letters]), algorithm="distillation"))
+    alone = train(learner())
+    assert_same(both.after, alone.after)
+    assert moved(both.before, both.after)
+    assert both.logged["rollout/score"] > 0
+    assert both.module.eval_metric == "eval/score"
+
+
 def test_advantages_are_bounded_with_the_teachers_term(learner, train) -> None:
     run = train(learner(advantage=Advantage(clip=0.5)))
     assert run.experience.advantages.abs().max() == 0.5
@@ -361,10 +370,21 @@ def test_what_another_policy_sampled_is_compared_with_the_policys_own_probabilit
         ({}, {"rewards": Rewards([letters])}, "teacher.placement: loss"),
         ({}, {"dynamic_sampling": DynamicSampling(prompts=2)}, "dynamic_sampling"),
         ({}, {"algorithm": "grpo"}, "algorithm 'grpo' learns from scores"),
+        ({}, {"kind": PPO}, "algorithm 'distillation' uses no values: set critic: null"),
+        (
+            None,
+            {"algorithm": "distillation", "rewards": Rewards([letters])},
+            "algorithm 'distillation' makes nothing of rewards.* set teacher.model",
+        ),
+        (
+            {"placement": "loss"},
+            {"sampling": Sampling(first_temperature=3.0)},
+            "first_temperature .* placement: reward",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(
-    learner, teacher: dict[str, Any], options: dict[str, Any], culprit: str
+    learner, teacher: dict[str, Any] | None, options: dict[str, Any], culprit: str
 ) -> None:
     with pytest.raises(ValueError, match=culprit):
         learner(teacher=teacher, **options)
