@@ -24,7 +24,12 @@ from lrlhf.callbacks import (
 )
 from lrlhf.callbacks.checkpoints.last_checkpoint import find_newest
 from lrlhf.loggers import ResumingCSVLogger
-from lrlhf.modules.contracts import Exportable, Measured, SamplesResponses
+from lrlhf.modules.contracts import (
+    Exportable,
+    Measured,
+    SamplesResponses,
+    SaysWhatIsBetter,
+)
 from lrlhf.run.quiet_output import quiet
 from lrlhf.run.run_folder import WritesToRunFolder, refuse_remote
 from lrlhf.run.supervision.interrupts import ReusableTrainer
@@ -172,7 +177,8 @@ class Trainer(ReusableTrainer):
             at = next(found, len(callbacks))
             callbacks[at:at] = missing
         if self._checkpoints is not None and isinstance(model, Measured):
-            self._checkpoints.rank_by(model.eval_metric)
+            mode = model.eval_mode if isinstance(model, SaysWhatIsBetter) else "max"
+            self._checkpoints.rank_by(model.eval_metric, mode)
         return self._find(checkpoint, needed=needed)
 
     def _find(self, checkpoint: str | Path | None, *, needed: bool) -> str | Path | None:

@@ -28,7 +28,7 @@ from lrlhf.cli import run
 from lrlhf.cli.application import _run_folder
 from lrlhf.datamodules import PromptDataModule
 from lrlhf.loggers import ResumingCSVLogger, ResumingWandbLogger
-from lrlhf.modules import RLOO
+from lrlhf.modules import RLOO, Reference, Teacher, Update
 from lrlhf.rewards import ExactMatch, Rewards
 from lrlhf.rollout import Sampling
 from lrlhf.run.quiet_output import quiet
@@ -306,6 +306,37 @@ def test_best_is_the_best_of_all_processes_also_when_the_folder_has_moved(
     trainer = Trainer(default_root_dir="runs/b", **options)
     trainer.validate(policy, data(rows), ckpt_path="best")
     assert trainer.ckpt_path == "runs/b/checkpoints/step=000001.ckpt"
+
+
+class Distilled(RLOO):
+    """A policy that comes closest to its teacher in its second step."""
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("eval/score", 0.0)
+        self.log("eval/teacher_reverse_kl", {1: 0.5, 2: 0.2, 3: 0.9}[self.global_step])
+
+
+def test_with_a_teacher_alone_the_nearest_is_the_best_and_the_distance_is_reported(
+    model_folder: str, rows: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = Distilled(
+        model_folder,
+        num_generations=2,
+        sampling=Sampling(max_new_tokens=3),
+        teacher=Teacher(model=model_folder),
+    )
+    options: dict[str, Any] = {"accelerator": "cpu", "num_sanity_val_steps": 0, "max_steps": 3}
+    options |= {"val_check_interval": 1, "limit_val_batches": 1}
+    Trainer(default_root_dir="runs/a", **options).fit(policy, data(rows))
+    assert files("runs/a/checkpoints") == {"last.ckpt", "step=000002.ckpt"}
+    said = capsys.readouterr().out
+    assert "teacher/reverse_kl: 0 at step 1 " in said  # the policy is its own teacher
+    assert "eval/teacher_reverse_kl: 0.5 at step 1 → 0.9 at step 3 (+0.4)" in said
+    assert "checkpoint with best eval/teacher_reverse_kl" in said
+    # beside rewards the score is what counts
+    both = RLOO(model_folder, Rewards([ExactMatch()]), teacher=Teacher(model=model_folder),
+                reference=Reference(kl_coef=0.0), update=Update(loss="reinforce"))  # fmt: skip
+    assert (both.eval_metric, both.eval_mode) == ("eval/score", "max")
 
 
 class Interrupting(RLOO):

@@ -54,11 +54,26 @@ def _kl(logprobs: Float[Tensor, "*dims V"], other: Float[Tensor, "*dims V"]) -> 
 
 
 def with_rest(logprobs: Float[Tensor, "N K"]) -> Float[Tensor, "N L"]:
-    """Add the log-probability of all other tokens together as one more column, L = K + 1."""
+    """Add the log-probability of all other tokens together as one more column, L = K + 1.
+
+    Without gradient: a rest that is smaller than what rounding leaves of it is as small as that.
+    """
     kept = logprobs.exp().sum(dim=-1, keepdim=True)
-    # what rounding leaves of a rest of nothing has no logarithm, and no gradient
     rest = (1 - kept).clamp(min=torch.finfo(kept.dtype).eps).log()
     return torch.cat([logprobs, rest], dim=-1)
+
+
+def gathered_with_rest(
+    logprobs: Float[Tensor, "N V"], ids: Int[Tensor, "N K"]
+) -> Float[Tensor, "N L"]:
+    """Take some tokens' log-probabilities, and as one more column those of all others together.
+
+    Exact and with gradient however little the others have: a policy that is far too sure of a token
+    must learn from the teacher what it lacks elsewhere.
+    """
+    # not -inf, as a sum of nothing else has no gradient
+    others = logprobs.scatter(1, ids, _FAR).logsumexp(dim=-1, keepdim=True)
+    return torch.cat([logprobs.gather(1, ids), others], dim=-1)
 
 
 def teacher_advantages(
@@ -157,8 +172,11 @@ class TopRows(NamedTuple):
     ) -> Compared:
         """See `TeacherRows`."""
         ids = self.ids[rows]
-        policy = with_rest(logprobs.gather(1, ids))
-        teacher = with_rest(self.logprobs[rows].to(policy.dtype))
+        teacher = self.logprobs[rows].to(logprobs.dtype)
+        if ids.shape[1] == logprobs.shape[1]:  # there are no others
+            policy = logprobs.gather(1, ids)
+        else:
+            policy, teacher = gathered_with_rest(logprobs, ids), with_rest(teacher)
         return Compared(policy, teacher, self.target_logprobs[rows], ids[:, 0])
 
 

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.functional.distillation import TopRows, WholeRows
 from lrlhf.models.modes import evaluating
-from lrlhf.models.output_head import OutputHead, output_head, plain_model
+from lrlhf.models.output_head import OutputHead, context_length, output_head, plain_model
+from lrlhf.models.packed.packing import compact, unfold
 from lrlhf.models.reference import ReferencePolicy
 from lrlhf.models.sharding import has_split_weights, within
 from lrlhf.models.token_logprobs import Predicting, predicting_states, to_predicting
@@ -34,7 +35,8 @@ class TeacherModel(ReferencePolicy):
             temperature: Logits are divided by it.
 
         Raises:
-            ValueError: The batch holds a token that the teacher has no embedding for.
+            ValueError: The batch holds a token that the teacher has no embedding for, or a row that
+                is longer than what it reads.
         """
         return self._read(batch, temperature)[1]
 
@@ -76,6 +78,8 @@ class TeacherModel(ReferencePolicy):
     def _read(self, batch: SequenceBatch, temperature: float) -> tuple[Predicting, WholeRows]:
         plain = plain_model(self.model)
         _refuse_unknown(batch.input_ids, vocabulary_size(plain))
+        if (limit := context_length(plain)) is not None:
+            _refuse_longer(batch, limit)
         with evaluating(self.model):
             states, head = within(
                 self.model, lambda: (predicting_states(plain, batch), _kept_head(plain))
@@ -108,6 +112,19 @@ def _refuse_unknown(input_ids: Int[Tensor, "B T"], rows: int) -> None:
             f"the policy has sampled token {largest}, a row of its embedding that is no token: the "
             f"teacher's embedding has {rows} rows. Rule such ids out, or take a teacher whose "
             "embedding is as large"
+        )
+
+
+def _refuse_longer(batch: SequenceBatch, limit: int) -> None:
+    longest = int(batch.attention_mask.sum(dim=1).max())
+    if longest > limit and batch.forks is not None:  # no branch need be as long as its row
+        branches = unfold(compact(batch.input_ids, batch.attention_mask, batch.forks))
+        longest = int(branches.rows.attention_mask.sum(dim=1).max())
+    if longest > limit:
+        raise ValueError(
+            f"a prompt and its response have {longest} tokens, and the teacher reads {limit}: "
+            "leave out longer prompts (max_prompt_tokens of the data), lower "
+            "sampling.max_new_tokens, or take a teacher with a longer context"
         )
 
 

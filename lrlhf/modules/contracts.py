@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -39,7 +39,15 @@ class Measured(Protocol):
     train_metric: str
     """Logged in training steps."""
     eval_metric: str
-    """Logged by the validation; more is better, and checkpoints are ranked by it."""
+    """Logged by the validation, and checkpoints are ranked by it; more is better, unless the module
+    `SaysWhatIsBetter`."""
+
+
+@runtime_checkable
+class SaysWhatIsBetter(Protocol):
+    """A measured module whose main metric may also be one of which less is better."""
+
+    eval_mode: Literal["min", "max"]
 
 
 @runtime_checkable

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from peft import PeftModel
@@ -99,8 +99,9 @@ class PPO(TrainingModule):
         Ouyang et al. 2022, §3.5, https://arxiv.org/abs/2203.02155
     """
 
-    train_metric: ClassVar[str] = "rollout/score"
-    eval_metric: ClassVar[str] = "eval/score"
+    train_metric: str = "rollout/score"
+    eval_metric: str = "eval/score"
+    eval_mode: Literal["min", "max"] = "max"
     default_algorithm: ClassVar[str] = "ppo"
     """Where nothing names another."""
     default_minibatches: ClassVar[int] = 4
@@ -134,6 +135,9 @@ class PPO(TrainingModule):
         seed: int | None = None,
     ) -> None:
         super().__init__(guard=guard, seed=seed)
+        if rewards is None:  # every score is 0 then
+            self.train_metric, self.eval_metric = "teacher/reverse_kl", "eval/teacher_reverse_kl"
+            self.eval_mode = "min"
         self.settings = complete_settings(
             default_algorithm=self.default_algorithm,
             default_minibatches=self.default_minibatches,

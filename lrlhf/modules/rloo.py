@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from peft import PeftModel
@@ -92,8 +92,9 @@ class RLOO(TrainingModule):
         Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740
     """
 
-    train_metric: ClassVar[str] = "rollout/score"
-    eval_metric: ClassVar[str] = "eval/score"
+    train_metric: str = "rollout/score"
+    eval_metric: str = "eval/score"
+    eval_mode: Literal["min", "max"] = "max"
     default_algorithm: ClassVar[str] = "rloo"
     """Where nothing names another."""
     default_minibatches: ClassVar[int] = 1
@@ -126,6 +127,9 @@ class RLOO(TrainingModule):
         seed: int | None = None,
     ) -> None:
         super().__init__(guard=guard, seed=seed)
+        if rewards is None:  # every score is 0 then
+            self.train_metric, self.eval_metric = "teacher/reverse_kl", "eval/teacher_reverse_kl"
+            self.eval_mode = "min"
         self.settings = complete_settings(
             default_algorithm=self.default_algorithm,
             default_minibatches=self.default_minibatches,

@@ -14,6 +14,8 @@ from lrlhf.rewards.function import RewardError
 
 logger = logging.getLogger(__name__)
 
+MAX_UNSCORABLE_FRACTION = 0.1
+"""Part of a batch that may lack a score where nobody has said how much."""
 _MAX_LOGGED = 50
 _FORGIVEN = 0.1
 """What a batch without failure takes off the count, so that a long run may have its accidents."""

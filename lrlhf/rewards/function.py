@@ -155,6 +155,9 @@ class RewardFunction(KeepsArguments, ABC):
     gives_steps: ClassVar[bool] = False
     """It returns `StepValues`."""
 
+    forwards_columns: ClassVar[bool] = False
+    """What it is given goes to a function of the user's, which may use all of it."""
+
     @classmethod
     def columns_read(cls, options: Mapping[str, Any]) -> Iterable[str]:
         """Return the data columns that it cannot do without, beside those of its signature.

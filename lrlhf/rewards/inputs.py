@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
-from lrlhf.rewards.function import OTHER_REWARDS, RewardError, did_you_mean
+from lrlhf.rewards.function import OTHER_REWARDS, RewardError, RewardFunction, did_you_mean
 from lrlhf.rewards.function_weights import check_known
 from lrlhf.rewards.lookup import BoundFunction
 
@@ -52,7 +52,9 @@ def complete_inputs(
         if name in given:
             check_known(given[name], names, f"inputs[{name!r}]")
             takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-            if asks is None and not takes_all:
+            # with a class of rewards that only says that it leaves the rest alone
+            uses_all = not isinstance(function, RewardFunction) or function.forwards_columns
+            if asks is None and not (takes_all and uses_all):
                 raise ValueError(
                     f"inputs[{name!r}]: the function has no argument {OTHER_REWARDS!r} that could "
                     "take the values of other rewards: add it, or drop the entry"
@@ -63,7 +65,8 @@ def complete_inputs(
         elif asks is not None and asks.default is asks.empty:
             raise ValueError(
                 f"reward function {name!r} takes {OTHER_REWARDS!r}, the values of the functions "
-                "before it, and it is the first: list it after them, or name them in inputs"
+                "before it, and it is the first: list it after them, or name them in inputs (a "
+                "data column of that name needs another one)"
             )
     return found
 

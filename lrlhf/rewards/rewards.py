@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lrlhf.arguments import KeepsArguments
 from lrlhf.rewards.dispatch import Call, Dispatcher, Outcome
-from lrlhf.rewards.failures import Failures, check_quota, explain
+from lrlhf.rewards.failures import MAX_UNSCORABLE_FRACTION, Failures, check_quota, explain
 from lrlhf.rewards.function import (
     OTHER_REWARDS,
     Completion,
@@ -112,7 +112,7 @@ class Rewards(KeepsArguments):
         functions: list[NamedFunction] | dict[str, NamedFunction],
         weights: list[float] | dict[str, float] | None = None,
         timeout: float | Literal["auto"] | None = "auto",
-        max_unscorable_fraction: float = 0.1,
+        max_unscorable_fraction: float = MAX_UNSCORABLE_FRACTION,
         recipe: dict[str, dict[str, float]] | None = None,
         label_column: str = "label",
         max_failures: int | None = 10,
@@ -279,6 +279,12 @@ class Rewards(KeepsArguments):
             "log_metric": entry.journal.log_metric,
             "log_extra": entry.journal.log_extra,
         }
+        sees_others = name in self._inputs or OTHER_REWARDS in signature.parameters
+        if sees_others and OTHER_REWARDS in names:
+            raise RewardError(
+                f"reward function {name!r} takes {OTHER_REWARDS!r}, the values of other rewards, "
+                "and the data has a column of that name too: rename the column"
+            )
         if name in self._inputs:
             available[OTHER_REWARDS] = OtherRewards(
                 {other: [found[other][row] for row in entry.rows] for other in self._inputs[name]}

@@ -162,7 +162,7 @@ class Collector:
             texts,
             rewards,
             tokenizer=self._tokenizer,
-            temperature=sampling.temperature,
+            sampling=sampling,
             step=step,
             weight_version=step if weight_version is None else weight_version,
         )

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lrlhf.rewards import CompletionText, RewardResult
 from lrlhf.rollout.responses import prompt_token_ids, response_ids
+from lrlhf.rollout.sampling import Sampling
 from lrlhf.types import Episode, Prompt, PromptBatch, Rollout
 
 
@@ -21,7 +22,7 @@ def rollout_records(
     rewards: RewardResult,
     *,
     tokenizer: PreTrainedTokenizerBase,
-    temperature: float,
+    sampling: Sampling,
     step: int,
     weight_version: int,
 ) -> list[dict[str, Any]]:
@@ -33,7 +34,7 @@ def rollout_records(
         texts: The responses as text, special tokens left out.
         rewards: What the rewards said.
         tokenizer: Decodes the prompts.
-        temperature: At which the responses were sampled.
+        sampling: Of the responses.
         step: The iteration that the rollout belongs to.
         weight_version: Of the policy, where the rollout does not tell.
     """
@@ -77,10 +78,16 @@ def rollout_records(
                 "extras": {
                     name: plain_json(values[row]) for name, values in rewards.extras.items()
                 },
-                "temperature": temperature,
+                **how_drawn(sampling),
             }
         )
     return records
+
+
+def how_drawn(sampling: Sampling) -> dict[str, Any]:
+    """Return what the probabilities of a response's tokens depend on beside the policy."""
+    hot = {"first_temperature": sampling.first_temperature, "first_top_k": sampling.first_top_k}
+    return {"temperature": sampling.temperature, **(hot if sampling.starts_hot else {})}
 
 
 def _weights(rewards: RewardResult, row: int) -> dict[str, Any]:

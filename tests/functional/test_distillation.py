@@ -213,6 +213,38 @@ def test_the_distance_over_the_best_tokens_grows_to_the_whole() -> None:
     torch.testing.assert_close(before, whole)
 
 
+def test_a_policy_that_is_far_too_sure_learns_what_it_lacks_elsewhere() -> None:
+    # e^-30 for each of the 999 others: in float32 the probability of the first is 1
+    student, teacher = torch.zeros(2, 1, 1000).unbind()
+    student[0, 0], teacher[0, 0] = 30.0, 3.0
+    student.requires_grad_()
+    (gradient,) = torch.autograd.grad(of_top(student, teacher, k=8, beta=0.0).sum(), student)
+    # of the forward KL it is π - T, over kept ids and the sum of the others
+    theirs = [one / (math.exp(3) + 999) for one in (math.exp(3), 1.0)]
+    assert gradient[0, 0].item() == pytest.approx(1 - theirs[0], abs=1e-5)
+    assert gradient[0, 0].item() == pytest.approx(0.980, abs=5e-4)
+    kept = teacher.topk(8, dim=1).indices[0, 1:]
+    assert gradient[0, kept].tolist() == pytest.approx([-theirs[1]] * 7, abs=1e-6)
+    others = gradient[0].sum() - gradient[0, 0] - gradient[0, kept].sum()
+    assert others.item() == pytest.approx(-992 * theirs[1], abs=1e-4)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+def test_where_the_best_are_all_there_are_nothing_is_left_to_compare(beta: float) -> None:
+    policy, teacher = torch.randn(2, 5, 9).unbind()
+    policy.requires_grad_()
+    whole = generalized_jsd(policy.log_softmax(1), teacher.log_softmax(1), beta=beta)
+    torch.testing.assert_close(of_top(policy, teacher, 9, beta), whole)
+    # and where a head rules out all others
+    ruled = torch.full((5, 3), -math.inf)
+    more = [torch.cat([one, ruled], dim=1) for one in (policy, teacher)]
+    found = of_top(*more, 9, beta)
+    torch.testing.assert_close(found, whole, rtol=0, atol=2e-3)
+    (gradient,) = torch.autograd.grad(found.sum(), policy, retain_graph=True)
+    (expected,) = torch.autograd.grad(whole.sum(), policy)
+    torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-4)
+
+
 def test_the_rest_is_what_the_best_tokens_leave() -> None:
     kept = torch.tensor([[0.5, 0.2]], dtype=torch.float64).log()
     assert with_rest(kept).exp()[:, 2].tolist() == pytest.approx([0.3])

@@ -83,6 +83,8 @@ WITHOUT_KL = {
     "reinforce": [[0, 3, 3, 3], [0, 1, 0, 0], [0, 5, 5, 5], [0, 5, 5, 0]],
     "reinforce_plus_plus": [[0, 3, 3, 3], [0, 1, 0, 0], [0, 5, 5, 5], [0, 5, 5, 0]],
     "remax": [[0, 1, 1, 1], [0, -1, 0, 0], [0, 1, 1, 1], [0, 1, 1, 0]],
+    # the teacher's term is added afterwards
+    "distillation": [[0, 0, 0, 0]] * 4,
     "reinforce_baseline": [[0, 1, 1, 1], [0, -1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
 }
 
@@ -167,16 +169,18 @@ def test_what_is_said_of_an_estimator_is_true(name: str) -> None:
     else:
         assert torch.equal(with_kl, estimate(name, INPUTS._replace(values=None)))
     lone = estimate(name, without_kl()._replace(num_generations=1))
-    assert said.groups == bool((lone == 0).all())
+    nothing = bool((without == 0).all())  # of scores, with siblings or without
+    assert (said.groups or nothing) == bool((lone == 0).all())
 
 
 def test_every_algorithm_is_that_of_its_paper() -> None:
     in_loss = {name for name, one in ALGORITHMS.items() if one.kl_in == "loss"}
     assert in_loss == {
-        *("grpo", "dr_grpo", "dapo", "gspo", "gmpo", "cispo", "cpgd", "mt_grpo", "gdpo")
+        *("grpo", "dr_grpo", "dapo", "gspo", "gmpo", "cispo", "cpgd", "mt_grpo", "gdpo"),
+        "distillation",
     }
     unpenalized = {name for name, one in ALGORITHMS.items() if one.kl_coef == 0}
-    assert unpenalized == {"dapo", "gmpo", "cispo"}
+    assert unpenalized == {"dapo", "gmpo", "cispo", "distillation"}
     whitened = {name for name, one in ALGORITHMS.items() if one.estimator.normalize == "token"}
     assert whitened == {"ppo", "reinforce_baseline", "reinforce_plus_plus"}
     assert {name: (one.loss.name, one.loss.aggregate) for name, one in ALGORITHMS.items()} == {
@@ -197,6 +201,7 @@ def test_every_algorithm_is_that_of_its_paper() -> None:
         "reinforce_baseline": ("token_clip", "token_mean"),  # Hu et al. 2025
         "reinforce_plus_plus": ("token_clip", "token_mean"),
         "remax": ("remax", "sequence_sum"),  # Li et al. 2023, algorithm 1
+        "distillation": ("reinforce", "token_mean"),
     }
 
 

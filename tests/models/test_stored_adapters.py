@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from lrlhf.models import CausalLM, LoRA, frozen_reference, sequence_logprobs
 from lrlhf.models.loading.meta import skeleton
 from lrlhf.models.loading.unread import is_unread, read, reading
+from lrlhf.models.teacher import TeacherModel
 from tests.models.families import right_padded
 
 
@@ -76,6 +77,40 @@ def test_a_plan_knows_their_size(save, model_folder: str) -> None:
         for model in (planned, trained)
     ]
     assert sizes[0] == sizes[1] > 0
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_model_that_does_not_learn_has_them_too(save, model_folder: str, later: bool) -> None:
+    plain = CausalLM(source=model_folder).load()
+    folder, trained = save()
+    spec = CausalLM(source=model_folder, lora=LoRA(source=folder, dropout=0.5))
+    batch = right_padded([9, 6])
+    expected = sequence_logprobs(trained, batch).detach()
+    assert not torch.allclose(sequence_logprobs(plain, batch), expected, atol=0.1)
+    with reading(later=later):
+        reference = frozen_reference(plain, spec)
+        teacher = TeacherModel(spec.load(trainable=False))
+    for frozen in (reference, teacher):
+        assert is_unread(frozen.model) == later
+        read(frozen.model, "cpu")
+        assert not any(weight.requires_grad for weight in frozen.model.parameters())
+        torch.testing.assert_close(frozen.logprobs(batch), expected)
+    whole = teacher.best(batch, num_ids=1, vocabulary=10**6).logprobs
+    torch.testing.assert_close(whole, expected)
+
+
+def test_of_new_adapters_a_model_that_does_not_learn_has_none(model_folder: str) -> None:
+    model = CausalLM(source=model_folder, lora=LoRA()).load(trainable=False)
+    assert not isinstance(model, peft.PeftModel)
+
+
+def test_a_plan_counts_them_in_what_does_not_learn(save, model_folder: str) -> None:
+    folder, trained = save()
+    spec = CausalLM(source=model_folder, lora=LoRA(source=folder))
+    planned = skeleton(spec, trainable=False)
+    sizes = [sum(weight.numel() for weight in model.parameters()) for model in (planned, trained)]
+    assert sizes[0] == sizes[1]
+    assert not any(weight.requires_grad for weight in planned.parameters())
 
 
 def test_what_does_not_fit_is_refused(save, model_folder: str) -> None:

@@ -1,5 +1,6 @@
 """Prompts that every run of a policy module can answer; reward models, and pairs for them."""
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,21 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.models import CausalLM, ScoreModel, ValueHead, ValueNetwork
-from lrlhf.modules import PPO, RLOO, Critic, OptimizerConfig, Reference, RewardModel, Update
+from lrlhf.modules import (
+    PPO,
+    RLOO,
+    Critic,
+    OptimizerConfig,
+    Reference,
+    RewardModel,
+    Teacher,
+    Update,
+)
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Sampling
 from lrlhf.types import PreferenceBatch, SequenceBatch
 from tests.conftest import build_language_model
-from tests.modules.policy_runs import Run, Watcher, fit, letters, weights
+from tests.modules.policy_runs import Run, Watcher, fit, letters, sgd, weights
 from tests.modules.reward_runs import SGD
 
 
@@ -114,6 +124,29 @@ def other_model(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> CausalLM:
     build_language_model(tokenizer, seed=9).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return CausalLM(source=str(folder))
+
+
+@pytest.fixture
+def learner(tokenizer: PreTrainedTokenizerBase, other_model: CausalLM) -> Callable[..., RLOO | PPO]:
+    """Builds a module that learns from a teacher of other weights alone."""
+
+    def build(
+        policy: Any = None, *, kind: type[RLOO | PPO] = RLOO, teacher: Any = (), **options: Any
+    ) -> RLOO | PPO:
+        defaults: dict[str, Any] = {
+            "rewards": None,
+            "num_generations": 4,
+            "sampling": Sampling(max_new_tokens=6, temperature=0.8),
+            "optimizer": sgd(0.5),
+            "update": Update(max_grad_norm=math.inf),
+            "tokenizer": None if isinstance(policy, CausalLM) else tokenizer,
+            "teacher": None
+            if teacher is None
+            else Teacher(**{"model": other_model, **dict(teacher)}),
+        }
+        return kind(policy or build_language_model(tokenizer), **(defaults | options))
+
+    return build
 
 
 @pytest.fixture

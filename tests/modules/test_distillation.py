@@ -1,32 +1,32 @@
 """A policy that learns from a teacher on its own responses: alone, and beside rewards."""
 
-import logging
 import math
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import kl_div
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lrlhf.datamodules import PromptDataModule
 from lrlhf.models import CausalLM, LoRA
+from lrlhf.models.loading.unread import is_unread, reading
 from lrlhf.modules import (
     PPO,
     RLOO,
     Advantage,
-    DynamicSampling,
     OptimizerConfig,
     Reference,
-    Teacher,
     Update,
 )
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Sampling
 from lrlhf.types import Experience
-from tests.conftest import build_language_model, byte_tokenizer
+from tests.conftest import build_language_model
 from tests.modules.policy_runs import (
     SkewedEngine,
     assert_same,
@@ -39,30 +39,8 @@ from tests.modules.policy_runs import (
 from tests.modules.test_rollout_queue import SaveAfter
 
 TEMPERATURE = 0.8
+"""Of the learner's responses."""
 PLAIN = Update(max_grad_norm=math.inf)
-
-
-@pytest.fixture
-def learner(tokenizer: PreTrainedTokenizerBase, other_model: CausalLM) -> Callable[..., RLOO | PPO]:
-    """Builds a module that learns from a teacher of other weights alone."""
-
-    def build(
-        policy: Any = None, *, kind: type[RLOO | PPO] = RLOO, teacher: Any = (), **options: Any
-    ) -> RLOO | PPO:
-        defaults: dict[str, Any] = {
-            "rewards": None,
-            "num_generations": 4,
-            "sampling": Sampling(max_new_tokens=6, temperature=TEMPERATURE),
-            "optimizer": sgd(0.5),
-            "update": PLAIN,
-            "tokenizer": None if isinstance(policy, CausalLM) else tokenizer,
-            "teacher": None
-            if teacher is None
-            else Teacher(**{"model": other_model, **dict(teacher)}),
-        }
-        return kind(policy or build_language_model(tokenizer), **(defaults | options))
-
-    return build
 
 
 def padded_logprobs(model: PreTrainedModel, experience: Experience) -> Tensor:
@@ -189,6 +167,22 @@ def test_an_evaluation_measures_the_distance_of_each_response(learner, train) ->
     assert run.module.evaluation_names() >= names
 
 
+def test_an_evaluation_without_training_reads_a_teacher_that_was_built_unread(
+    learner, prompts, tmp_path, model_folder
+) -> None:
+    def found(later: bool) -> float:
+        with reading(later=later):
+            module = learner(CausalLM(source=model_folder))
+        assert is_unread(module.parts.teaching.model.model) == later
+        trainer = L.Trainer(logger=False, accelerator="cpu", devices=1, default_root_dir=tmp_path)
+        data = PromptDataModule(train=str(prompts), batch_size=4, val=str(prompts))
+        trainer.validate(module, datamodule=data, verbose=False)
+        return float(trainer.logged_metrics["eval/teacher_reverse_kl"])
+
+    assert found(True) == pytest.approx(found(False), rel=1e-6)
+    assert found(False) > 0.1
+
+
 # ---- what must not matter
 
 
@@ -213,6 +207,37 @@ def test_micro_batches_chunks_and_padding_do_not_matter(
     assert_same(first.after, second.after, rtol=1e-4, atol=1e-6)
     for name in ("teacher/reverse_kl", "teacher/reverse_kl_sampled", "teacher/top_agreement"):
         assert second.logged[name] == pytest.approx(first.logged[name], rel=1e-3), name
+
+
+@pytest.mark.parametrize("placement", ["reward", "loss"])
+@pytest.mark.parametrize("kind", [RLOO, PPO])
+def test_no_micro_batch_is_larger_to_a_teacher_that_pads_than_to_a_policy_that_packs(
+    learner, train, other_model, model_folder, kind: Any, placement: str
+) -> None:
+    limit = 40
+    module = learner(
+        CausalLM(source=model_folder, attn_implementation="sdpa"),
+        kind=kind,
+        rewards=Rewards([letters]),
+        # responses of many lengths: padded, rows take more than they do packed
+        sampling=Sampling(max_new_tokens=24, stop=("a", "e", "i", "o", "s", "t")),
+        update=Update(micro_batch_tokens=limit, loss="token_clip"),
+        teacher={
+            "model": replace(other_model, attn_implementation="eager"),
+            "placement": placement,
+        },
+    )
+    sizes: list[int] = []
+
+    def note(_: Any, __: Any, given: dict[str, Any]) -> None:
+        sizes.append(given["attention_mask"].numel())
+
+    body = module.parts.teaching.model.model.base_model
+    body.register_forward_pre_hook(note, with_kwargs=True)
+    run = train(module)
+    assert run.experience.attention_mask.sum(1).unique().numel() > 1
+    assert len(sizes) > 1
+    assert max(sizes) <= limit
 
 
 @pytest.mark.parametrize("teacher", [{"discount": 1.0}, {"placement": "loss", "top_k": 4}], ids=str)
@@ -256,6 +281,15 @@ def test_beside_rewards_the_teachers_term_is_added_to_the_advantages(learner, tr
     assert with_both.experience.scores.std() > 0
 
 
+def test_rewards_may_be_logged_beside_a_teacher_that_alone_is_learnt_from(learner, train) -> None:
+    both = train(learner(rewards=Rewards([letters]), algorithm="distillation"))
+    alone = train(learner())
+    assert_same(both.after, alone.after)
+    assert moved(both.before, both.after)
+    assert both.logged["rollout/score"] > 0
+    assert both.module.eval_metric == "eval/score"
+
+
 def test_advantages_are_bounded_with_the_teachers_term(learner, train) -> None:
     run = train(learner(advantage=Advantage(clip=0.5)))
     assert run.experience.advantages.abs().max() == 0.5
@@ -289,80 +323,3 @@ def test_what_another_policy_sampled_is_compared_with_the_policys_own_probabilit
         own = of_tokens(padded_logprobs(build_language_model(tokenizer), experience), experience)
     expected = torch.where(experience.response_mask, theirs - own, 0.0)
     torch.testing.assert_close(experience.advantages, expected, rtol=1e-4, atol=1e-5)
-
-
-# ---- what is refused
-
-
-@pytest.mark.parametrize(
-    ("teacher", "options", "culprit"),
-    [
-        ({"server": "http://here"}, {}, "both are set"),
-        ({"model": None}, {}, "neither is set"),
-        ({"coef": 0.0}, {}, r"teacher\.coef"),
-        ({"beta": 2.0}, {}, r"teacher\.beta"),
-        ({"beta": 0.5}, {}, "placement: loss"),
-        ({"top_k": 0}, {}, r"teacher\.top_k"),
-        ({"discount": 0.5, "placement": "loss"}, {}, r"teacher\.discount"),
-        ({"model": None, "server": "http://here", "placement": "loss"}, {}, r"teacher\.top_k"),
-        ({"model": None, "server": "http://here"}, {}, "temperature 1"),
-        ({}, {"rewards": Rewards([letters])}, "teacher.placement: loss"),
-        ({}, {"dynamic_sampling": DynamicSampling(prompts=2)}, "dynamic_sampling"),
-        ({}, {"algorithm": "grpo"}, "algorithm 'grpo' learns from scores"),
-    ],
-)
-def test_what_does_not_fit_is_refused(
-    learner, teacher: dict[str, Any], options: dict[str, Any], culprit: str
-) -> None:
-    with pytest.raises(ValueError, match=culprit):
-        learner(teacher=teacher, **options)
-
-
-def test_without_rewards_and_teacher_there_is_nothing_to_learn_from(learner) -> None:
-    with pytest.raises(ValueError, match="rewards is missing"):
-        learner(teacher=None)
-
-
-def saved(tokenizer: PreTrainedTokenizerBase, folder: Path, **sizes: Any) -> str:
-    build_language_model(tokenizer, seed=9, **sizes).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
-def test_a_teacher_with_another_tokenizer_is_refused_by_name(learner, tmp_path) -> None:
-    other = byte_tokenizer(
-        ["<pad>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"], "<|endoftext|>"
-    )
-    folder = saved(other, tmp_path / "other")
-    with pytest.raises(ValueError, match=r"other.* 1 differ, the first is id 0.*<pad>"):
-        learner(teacher={"model": folder})
-
-
-@pytest.mark.parametrize("wider", ["policy", "teacher"])
-@pytest.mark.parametrize("placement", ["reward", "loss"])
-def test_embeddings_may_be_padded_differently(
-    learner, train, tmp_path, tokenizer, wider: str, placement: str
-) -> None:
-    more = {"vocab_size": len(tokenizer) + 7}
-    folder = saved(tokenizer, tmp_path / "padded", **(more if wider == "teacher" else {}))
-    policy = build_language_model(tokenizer, **(more if wider == "policy" else {}))
-    module = learner(policy, teacher={"model": folder, "placement": placement})
-    if wider == "policy":  # which of random weights says what is no token
-        with pytest.raises(ValueError, match=r"sampled token 26\d.* embedding has 260 rows"):
-            train(module)
-        return
-    run = train(module)
-    assert math.isfinite(run.logged["teacher/reverse_kl"])
-    assert moved(run.before, run.after)
-
-
-def test_another_end_token_is_said(learner, tmp_path, tokenizer, caplog) -> None:
-    folder = tmp_path / "chat"
-    saved(tokenizer, folder)
-    file = folder / "tokenizer_config.json"
-    file.write_text(
-        file.read_text().replace('"eos_token": "<|endoftext|>"', '"eos_token": "<|im_end|>"')
-    )
-    with caplog.at_level(logging.WARNING):
-        learner(teacher={"model": str(folder)})
-    assert "ends with '<|im_end|>' and the policy with '<|endoftext|>'" in caplog.text

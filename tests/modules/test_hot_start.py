@@ -7,11 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from lrlhf.functional import PolicyLoss, importance_weighted_policy_loss
 from lrlhf.models import sequence_logprobs
 from lrlhf.modules import Reference, Update
+from lrlhf.modules.metrics.metric_sums import MetricSums
+from lrlhf.modules.policy.experience import _weighed, as_experience
 from lrlhf.rollout import Capabilities, Sampling, TransformersEngine
+from lrlhf.rollout.engines.token_sampler import TokenSampler
 from lrlhf.rollout.vllm.support import sampling_arguments
+from lrlhf.types import Experience
 from tests.modules.policy_runs import moved, sgd
+from tests.modules.test_policy_objective import loss_of, rollout_of
 from tests.rollout.test_episodes import Echo, play, prompt_batch
 from tests.rollout.test_transformers_engine import generate, responses
 
@@ -103,25 +109,64 @@ def test_advantages_have_the_weight_of_the_response(build, train, on_policy: boo
 
 def test_the_weighted_gradient_is_that_of_the_policys_own_responses() -> None:
     """Over all responses of two tokens out of three; the reward depends on both."""
-    torch.manual_seed(2)
-    first, second = torch.randn(3, dtype=torch.float64), torch.randn(3, 3, dtype=torch.float64)
-    weights = [one.requires_grad_() for one in (first, second)]
-    rewards = torch.tensor([[1.0, -2.0, 0.5], [0.0, 3.0, -1.0], [2.0, 0.1, -0.7]]).double()
+    drawn = torch.tensor([2, 1, 1]) / 4  # the first token's hot distribution
+    own = torch.tensor([0.7, 0.2, 0.1])  # and the policy's
+    behind = torch.tensor([[2, 1, 1], [1, 1, 2], [1, 2, 1]]) / 4
+    weights = [one.log().requires_grad_() for one in (own, behind)]
+    rewards = torch.tensor([[1.0, -2.0, 0.5], [0.0, 3.0, -1.0], [2.0, 0.1, -0.7]])
 
     def logprobs() -> Tensor:
-        return first.log_softmax(0)[:, None] + second.log_softmax(1)
+        first, second = weights
+        return torch.stack([first.log_softmax(0)[:, None].expand(3, 3), second.log_softmax(1)])
 
-    expected = torch.autograd.grad((logprobs().exp() * rewards).sum(), weights)
-    with torch.no_grad():
-        hot = (first / 5).softmax(0)[:, None] * second.softmax(1)
-        weight = (first.softmax(0) / (first / 5).softmax(0))[:, None]
-    found = torch.autograd.grad((hot * weight * rewards * logprobs()).sum(), weights)
-    for one, other in zip(found, expected, strict=True):
+    expected = torch.autograd.grad(-(logprobs().sum(0).exp() * rewards).sum(), weights)
+    # sixteen rows, each response as often as it comes
+    often = (16 * drawn[:, None] * behind).round().long().flatten()
+    rows = torch.arange(9).repeat_interleave(often)
+    assert len(rows) == 16
+    rollout = rollout_of(torch.ones(16, 2).bool(), torch.zeros(16).bool(), 16)
+    mass = torch.ones(16, 3)
+    mass[:, 1] = (own / drawn)[rows // 3]
+    plain = as_experience(
+        replace(rollout, kept_mass=mass),
+        scores=rewards.flatten()[rows],
+        old_logprobs=None,
+        ref_logprobs=None,
+    )
+    plain = replace(plain, advantages=plain.scores[:, None] * plain.response_mask)
+
+    def gradient(experience: Experience) -> tuple[Tensor, ...]:
+        told = torch.nn.functional.pad(logprobs().flatten(1)[:, rows].T, (1, 0))
+        loss = PolicyLoss("plain", importance_weighted_policy_loss, aggregate="sequence_sum")
+        terms = loss_of(told, experience, loss, entropy_coef=0.0, kl_coef=0.0)
+        return torch.autograd.grad(terms.loss, weights)
+
+    metrics = MetricSums()
+    for one, other in zip(gradient(_weighed(plain, metrics)), expected, strict=True):
         torch.testing.assert_close(one, other)
     # the weight on the first token alone would not do
-    alone = weight * first.log_softmax(0)[:, None] + second.log_softmax(1)
-    biased = torch.autograd.grad((hot * rewards * alone).sum(), weights)
-    assert not torch.allclose(biased[1], expected[1], atol=1e-2)
+    alone = replace(plain, advantages=plain.advantages * mass)
+    assert not torch.allclose(gradient(alone)[1], expected[1], atol=1e-2)
+
+
+@pytest.mark.parametrize(("policy", "drawn"), [(0.01, 100.0), (1.0, 0.01)])
+def test_tokens_that_one_of_the_two_distributions_hardly_has_leave_finite_numbers(
+    policy: float, drawn: float
+) -> None:
+    """In float32 the quotient of their probabilities would be 0, whose logarithm is infinite."""
+    sampling = Sampling(temperature=policy, first_temperature=drawn, max_new_tokens=1)
+    sampler = TokenSampler(sampling, range(40), prompt_mask=torch.ones(40, 2).bool())
+    scores = torch.tensor([0.0, -5.0, -3.0]).expand(40, 3)
+    tokens = sampler(torch.zeros(40, 2).long(), scores).argmax(dim=1)
+    told = [one.segments[0] for one in sampler.responses(tokens[:, None], torch.ones(40).long())]
+    assert set(tokens.tolist()) == ({0, 1, 2} if policy < 1 else {0})
+    for token, segment in zip(tokens.tolist(), told, strict=True):
+        assert segment.kept_mass is not None
+        own = torch.log_softmax(scores[0].double() / policy, dim=0)[token]
+        hot = torch.log_softmax(scores[0].double() / drawn, dim=0)[token]
+        # 80 nats say as well as 500 that there was nothing to learn
+        expected = float((own - hot).clamp(-80, 80))
+        assert float(segment.kept_mass.double().log()) == pytest.approx(expected, abs=1e-4)
 
 
 def test_evaluations_and_greedy_baselines_start_as_they_go_on(build, train) -> None:

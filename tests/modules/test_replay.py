@@ -1,6 +1,7 @@
 """Rollouts that an earlier run stored are trained on as when they were sampled."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from lrlhf.modules import DynamicSampling, ImportanceSampling, OptimizerConfig, 
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Sampling
 from tests.modules.policy_runs import Run, SkewedEngine, assert_same
+
+HOT = Sampling(max_new_tokens=6, first_temperature=3.0, first_top_k=8)
 
 
 class NoEngine(SkewedEngine):
@@ -58,6 +61,23 @@ def test_stored_rollouts_are_trained_on_without_an_engine(ppo, train, stored) ->
             "allow_truncated_sampling",
         ),
         ({}, {"dynamic_sampling": DynamicSampling(prompts=1)}, "the data holds stored ones"),
+        # weights for hot first tokens are none for tokens that were cut off
+        (
+            {"sampling": Sampling(max_new_tokens=6, top_k=9), "allow_truncated_sampling": True},
+            {"sampling": HOT, "allow_truncated_sampling": True},
+            "leave first_temperature out",
+        ),
+        # nor do hot tokens go without their weights
+        (
+            {"sampling": HOT},
+            {"allow_truncated_sampling": True},
+            r"first_temperature 3\.0 and first_top_k 8, here they are None and 0",
+        ),
+        (
+            {"sampling": HOT},
+            {"sampling": replace(HOT, first_top_k=7)},
+            r"first_temperature 3\.0 and first_top_k 8, here they are 3\.0 and 7",
+        ),
     ],
 )
 def test_a_stored_rollout_that_was_sampled_otherwise_is_refused(
@@ -101,7 +121,7 @@ def test_stored_rollouts_are_not_weighed_and_show_no_mismatch(build, train, stor
 
 
 def test_hot_starts_are_made_up_for_in_a_replay_too(ppo, train, stored) -> None:
-    hot = {"sampling": Sampling(max_new_tokens=6, first_temperature=3.0, first_top_k=8)}
+    hot = {"sampling": HOT}
     run, data = stored(ppo(**hot))
     again = train(ppo(engine=NoEngine(exact=True), **hot), data=data)
     sampled, replayed = run.experience, again.experience
@@ -110,5 +130,5 @@ def test_hot_starts_are_made_up_for_in_a_replay_too(ppo, train, stored) -> None:
     assert not torch.allclose(sampled.engine_logprobs, sampled.sampling_logprobs, atol=0.1)
     torch.testing.assert_close(replayed.advantages, sampled.advantages, rtol=1e-3, atol=1e-4)
     assert_same(run.after, again.after, rtol=1e-3, atol=1e-5)
-    with pytest.raises(ValueError, match="set first_temperature as it was"):
+    with pytest.raises(ValueError, match="set both in sampling"):
         train(ppo(), data=data)

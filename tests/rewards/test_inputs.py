@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 
-from lrlhf.rewards import IsolatedReward, RewardError, RewardFunction, RewardResult, Rewards
+from lrlhf.rewards import (
+    IsolatedReward,
+    RegexFormat,
+    RewardError,
+    RewardFunction,
+    RewardResult,
+    Rewards,
+)
 
 Values = Mapping[str, Sequence[float | None]]
 
@@ -89,8 +96,16 @@ def test_a_column_of_that_name_is_for_functions_that_do_not_ask_for_it() -> None
     def of_others(rewards: Values) -> Any:
         return rewards["of_column"]
 
-    result = score(Rewards([of_column, of_others]), rewards=[7.0, 8.0, 9.0])
-    assert result.per_function.T.tolist() == [[7, 8, 9]] * 2
+    assert score(Rewards([of_column]), rewards=[7.0, 8.0, 9.0]).scores.tolist() == [7, 8, 9]
+    # to whom else it would be the one or the other
+    chosen = {"of_column": ["row_numbers"]}
+    for asked in (
+        Rewards([of_column, of_others]),
+        Rewards([optional_rewards]),
+        Rewards([of_column, row_numbers], inputs=chosen),
+    ):
+        with pytest.raises(RewardError, match=r"takes 'rewards'.* rename the column"):
+            score(asked, rewards=[7.0, 8.0, 9.0])
 
 
 @pytest.mark.parametrize("breaks", [True, False])
@@ -228,6 +243,8 @@ def test_an_argument_with_a_default_may_be_left_out() -> None:
         ([row_numbers, product], {"produkt": []}, "inputs: there is no .*mean 'product'"),
         ([row_numbers, product], {"product": ["rows"]}, r"inputs\['product'\]: there is no .*rows"),
         ([tens, product, row_numbers], {"row_numbers": ["product"]}, "has no argument 'rewards'"),
+        # classes take columns only to leave them alone
+        ([tens, RegexFormat(".")], {"regex_format": ["tens"]}, "has no argument 'rewards'"),
         ([tens, product], {"product": ["product"]}, "in a circle: 'product' -> 'product'; none"),
         (
             [tens, product, plus_product],

@@ -29,6 +29,7 @@ class StandIn(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Answers)
         self.model, self.tokenizer = model, tokenizer
         self.failures = 0
+        self.busy = 503
         self.beyond = 0
         """Added to all ids but the sampled ones."""
         self.authorized: set[str] = set()
@@ -62,7 +63,7 @@ class _Answers(BaseHTTPRequestHandler):
             self._tell({"prompt": self.server.tokenizer.decode(body["tokens"])})
         elif self.server.failures:
             self.server.failures -= 1
-            self._tell({"error": "busy"}, status=503)
+            self._tell({"error": "busy"}, status=self.server.busy)
         elif len(body["prompt"]) > 100:
             self._tell({"error": "longer than max_model_len"}, status=400)
         else:
@@ -161,6 +162,33 @@ def test_a_run_learns_from_a_server_as_from_a_model(
         torch.testing.assert_close(one.advantages, two.advantages, rtol=1e-4, atol=1e-4)
 
 
+def test_a_server_is_asked_again_after_a_run_has_ended(
+    start,
+    teacher,
+    tokenizer,
+    prompts,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+) -> None:
+    stand_in = start(teacher, tokenizer)
+    module = RLOO(
+        build_language_model(tokenizer),
+        tokenizer=tokenizer,
+        num_generations=2,
+        sampling=Sampling(max_new_tokens=4),
+        teacher=Teacher(server=stand_in.url),
+    )
+    trainer = fit(module, prompts, tmp_path, steps=1)
+    for token in ("first", "second"):  # each with the token that holds by then
+        monkeypatch.setenv("VLLM_API_KEY", token)
+        trainer.validate(module, datamodule=trainer.datamodule, verbose=False)
+        assert float(trainer.logged_metrics["eval/teacher_reverse_kl_sampled"]) != 0
+    assert stand_in.authorized == {"Bearer none", "Bearer first", "Bearer second"}
+    stand_in.tokenizer = byte_tokenizer(["<|pad|>", "<|endoftext|>", "<|user|>"], "<|endoftext|>")
+    with pytest.raises(ValueError, match="another tokenizer"):
+        trainer.validate(module, datamodule=trainer.datamodule, verbose=False)
+
+
 def test_the_token_of_the_environment_is_shown(start, teacher, tokenizer, monkeypatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     server = start(teacher, tokenizer)
@@ -175,19 +203,21 @@ def test_another_tokenizer_is_refused_by_its_first_other_id(start, teacher, toke
         server.check_tokens(tokenizer)
 
 
+@pytest.mark.parametrize("busy", [503, 429])
 def test_a_server_that_is_busy_is_asked_again_and_one_that_is_gone_is_named(
-    start, teacher, tokenizer, rollout, monkeypatch
+    start, teacher, tokenizer, rollout, monkeypatch, busy: int
 ) -> None:
     waited: list[float] = []
     monkeypatch.setattr(teacher_server.time, "sleep", waited.append)
     stand_in = start(teacher, tokenizer)
+    stand_in.busy = busy
     server = TeacherServer(stand_in.url, requests=1)
     server.check_tokens(tokenizer)
     stand_in.failures = 3
     assert server.ask(rollout, num_ids=1, vocabulary=len(tokenizer)).logprobs.any()
     assert waited == [1.0, 2.0, 4.0]
     stand_in.failures = 4
-    with pytest.raises(ValueError, match=rf"teacher\.server {stand_in.url}: .*503"):
+    with pytest.raises(ValueError, match=rf"teacher\.server {stand_in.url}: .*{busy}"):
         server.ask(rollout, num_ids=1, vocabulary=len(tokenizer))
 
 

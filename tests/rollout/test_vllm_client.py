@@ -45,6 +45,7 @@ def test_every_request_but_the_health_check_shows_the_token(client_of) -> None:
     [
         (401, PermissionError, r"at http://here:1 wants another token: set VLLM_API_KEY"),
         (404, EngineFailure, r"answered /path with 404: what happened"),
+        (429, EngineFailure, r"answered /path with 429: what happened"),
         (500, EngineFailure, r"answered /path with 500: what happened"),
         (400, ValueError, r"refused /path: what happened"),
     ],

@@ -142,6 +142,34 @@ def test_after_drawing_and_looking_weights_are_split_as_before(
     assert len(fit(module, tmp_path, strategy=forked(), callbacks=[LooksBeforeTheUpdate()])) == 2
 
 
+def test_an_evaluation_alone_asks_a_teacher_that_is_split(
+    model_folder: str, tmp_path: Path
+) -> None:
+    found = []
+    for strategy, ranks in (("auto", 1), (forked(), 2)):
+        with reading(later=True):
+            module = MODULES["rloo with a teacher"](Path(model_folder))
+        assert isinstance(module, RLOO)
+        assert module.parts.teaching is not None
+        assert module.parts.teaching.model is not None
+        assert is_unread(module.parts.teaching.model.model)
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=ranks,
+            strategy=strategy,
+            default_root_dir=tmp_path,
+            logger=False,
+            enable_progress_bar=False,
+            use_distributed_sampler=False,
+        )
+        rows = [{"prompt": f"say {letter}"} for letter in "abcdefgh"]
+        data = PromptDataModule(rows, val=rows, batch_size=4, val_batch_size=4)
+        (metrics,) = trainer.validate(module, datamodule=data, verbose=False)
+        found.append(metrics["eval/teacher_reverse_kl"])
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+    assert found[0] > 0.1
+
+
 def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], **tolerance: float) -> None:
     assert one.keys() == other.keys()
     for name, value in one.items():

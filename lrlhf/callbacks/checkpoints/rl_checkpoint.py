@@ -132,9 +132,10 @@ class RLCheckpoint(KeepsArguments, FindsLast, SavesOnTermination):
             self.dirpath = str(trainer.run_folder / "checkpoints")
         return super().folder_of(trainer)
 
-    def rank_by(self, metric: str) -> None:
-        """Keep the checkpoint with the highest value of a metric; before a run is set up."""
+    def rank_by(self, metric: str, mode: Literal["min", "max"] = "max") -> None:
+        """Keep the checkpoint with the best value of a metric; before a run is set up."""
         self.monitor, self.save_top_k, self._ranked_by_default = metric, 1, True
+        self.mode = mode
 
     def find_best(self, trainer: L.Trainer) -> str:
         """Return the best checkpoint of the run whose folder this is, as its newest one knows it.

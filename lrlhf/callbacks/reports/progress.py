@@ -24,6 +24,7 @@ _OF_POLICIES = {
     "rollout/score": "score",
     "rollout/response_length": "length",
     "kl/reference": "kl",
+    "teacher/reverse_kl": "to teacher",
     "policy/entropy": "entropy",
 }
 _OF_OTHERS = {"reward_model/accuracy": "accuracy", "train/loss": "loss"}

@@ -7,6 +7,7 @@ from lrlhf.functional.algorithms import (
     cispo,
     cpgd,
     dapo,
+    distillation,
     dr_grpo,
     gdpo,
     gmpo,
@@ -44,6 +45,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         reinforce_baseline,
         reinforce_plus_plus,
         remax,
+        distillation,
     )
 }
 

@@ -31,7 +31,8 @@ class LoRA:
     """Further modules that are trained in full, as a copy."""
     source: str | None = None
     """Go on training the adapters in this folder, or of this hub id, as PEFT saves them. They bring
-    their own options, but for ``dropout``. The policy's reference then has them too."""
+    their own options, but for ``dropout``. The policy's reference then has them too. Models that
+    stay as they are, such as a teacher, are read with them."""
 
     def __post_init__(self) -> None:
         own = ("r", "alpha", "target_modules", "modules_to_save")

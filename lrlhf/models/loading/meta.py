@@ -30,7 +30,7 @@ def skeleton(
     Args:
         spec: Its quantisation is left out: the weights have the shapes that they are computed with.
         body: Without an output head, as reward models and critics need it.
-        trainable: False: every parameter is frozen, and there are no adapters.
+        trainable: False: every parameter is frozen, and adapters are those of ``lora.source``.
         on_gpu: Where it is going to be trained; None: on a GPU if this machine has one.
 
     Raises:

@@ -225,7 +225,8 @@ class JointStep:
         settings: PolicySettings,
     ) -> None:
         self._policy, self._critic = policy, critic
-        self._gradient = GradientStep(self.stage, critic.models, tokenizer, settings)
+        # the backbone, and a teacher whose divergence is in the loss
+        self._gradient = GradientStep(self.stage, policy.models, tokenizer, settings)
 
     def __call__(
         self, part: Experience, text: SequenceBatch | None, it: Iteration, context: UpdateContext

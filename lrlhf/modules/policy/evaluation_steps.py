@@ -14,14 +14,13 @@ from lrlhf.modules.validation_sets import set_names
 from lrlhf.run import Collectives
 from lrlhf.types import PromptBatch
 
-_MAIN = "eval/score"
-
 
 class Evaluates(Protocol):
     """What these hooks need of a module."""
 
     parts: PolicyParts
     measurements: list[Measurement]
+    eval_metric: str
     log: Any
 
     @property
@@ -51,7 +50,8 @@ def evaluation_names(module: Evaluates) -> set[str]:
 
 
 def start(module: Evaluates) -> None:
-    """Forget what is left of an evaluation that was broken off."""
+    """Forget what is left of an evaluation that was broken off, and have a teacher ready."""
+    module.parts.shard_teacher(cast(TrainingModule, module))  # no training may have come before
     module.parts.evaluator.reset()
 
 
@@ -60,7 +60,7 @@ def end(module: Evaluates) -> None:
     module.measurements = module.parts.evaluator.measure(Collectives(module.trainer))
     for name, value in logged_values(module.measurements).items():
         # equal on all ranks already; sync_dist says so to Lightning
-        module.log(name, value, prog_bar=name == _MAIN, batch_size=1, sync_dist=True)
+        module.log(name, value, prog_bar=name == module.eval_metric, batch_size=1, sync_dist=True)
 
 
 def _iteration(module: Evaluates) -> Iteration:

@@ -140,11 +140,11 @@ class PolicyStep:
     ) -> None:
         self.objective = PolicyObjective(policy, settings, teaching)
         update = settings.update
-        models = [policy]
+        self.models = [policy]
         if teaching is not None and teaching.model is not None and teaching.in_loss:
-            models.append(teaching.model.model)
+            self.models.append(teaching.model.model)
         self.stepped = Stepped(0, "policy", update.max_grad_norm, update.freeze_steps)
-        self._gradient = GradientStep(self.stage, models, tokenizer, settings)
+        self._gradient = GradientStep(self.stage, self.models, tokenizer, settings)
 
     def __call__(
         self, part: Experience, text: SequenceBatch | None, it: Iteration, context: UpdateContext

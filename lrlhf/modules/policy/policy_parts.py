@@ -43,7 +43,7 @@ from lrlhf.rollout.episodes.episode_engine import EpisodeEngine
 from lrlhf.run.quiet_output import quiet
 from lrlhf.types import Experience, PromptBatch, SequenceBatch, StoredRollout
 
-_SHOWN = ("rollout/score", "kl/reference")
+_SHOWN = ("rollout/score", "kl/reference", "teacher/reverse_kl")
 
 
 class PolicyParts:
@@ -132,6 +132,8 @@ class PolicyParts:
             self._shown_plan = plan.table()
             module.print(self._shown_plan)
         check_texts(batch.pretraining, self.settings)
+        if self.teaching is not None and isinstance(batch, PromptBatch):
+            self.teaching.check_prompts(batch, self.settings.sampling.max_new_tokens)
         if module.kl_coef > 0 and self.reference is None:
             raise ValueError(
                 f"the KL coefficient was set to {module.kl_coef}, but no reference was loaded: "
@@ -220,6 +222,10 @@ class PolicyParts:
         """Have reference and teacher split over the ranks as trained models are."""
         if self.reference is not None:
             module.shard_frozen(self.reference, offload=self.settings.reference.offload)
+        self.shard_teacher(module)
+
+    def shard_teacher(self, module: TrainingModule) -> None:
+        """Have the teacher split, which evaluations ask too; done twice it is done once."""
         if self.teaching is not None and self.teaching.model is not None:
             module.shard_frozen(self.teaching.model, offload=self.teaching.settings.offload)
 

@@ -132,9 +132,8 @@ class Sampler:
         check_stored(
             batch,
             num_generations=settings.num_generations,
-            temperature=settings.sampling.temperature,
-            allow_truncated_sampling=settings.allow_truncated_sampling
-            or settings.sampling.starts_hot,
+            sampling=settings.sampling,
+            allow_truncated_sampling=settings.allow_truncated_sampling,
             beside=settings.algorithm.beside,
             step=it.number,
             holds_copy=self._engine.capabilities.holds_copy,

@@ -131,7 +131,7 @@ class Scorer:
             return replace(rollout, teacher=teaching.tokens(rollout))
         with looking_once():
             kept = self._in_micro_batches(
-                rollout, teaching.model.model, lambda part: _columns(teaching.tokens(part)), it
+                rollout, [teaching.model.model], lambda part: _columns(teaching.tokens(part)), it
             )
         teaching.rest()
         chosen, ids, logprobs = cast(list[Tensor], kept)
@@ -168,7 +168,7 @@ class Scorer:
             return outputs
         network = critic.network.eval()
         values = self._in_micro_batches(
-            rollout, network.backbone, lambda part: [network(part)], it
+            rollout, [network.backbone], lambda part: [network(part)], it
         )[0]
         return outputs._replace(values=values)
 
@@ -195,8 +195,11 @@ class Scorer:
             )
             return [out.logprobs, out.entropy, out.values, *(out.teacher or ())]
 
+        models = [self._policy]
+        if teaching and taught and teaching.model is not None and rollout.teacher is None:
+            models.append(teaching.model.model)
         logprobs, own_entropy, values, *distance = self._in_micro_batches(
-            rollout, self._policy, forward, it
+            rollout, models, forward, it
         )
         return _Outputs(
             logprobs,
@@ -214,16 +217,18 @@ class Scorer:
             temperature=self._settings.sampling.temperature,
             chunk_size=self._settings.update.logprob_chunk,
         )
-        return self._in_micro_batches(rollout, reference.model, lambda part: [compute(part)], it)[0]
+        return self._in_micro_batches(rollout, [reference.model], lambda part: [compute(part)], it)[
+            0
+        ]
 
     def _in_micro_batches(
         self,
         rollout: Rollout,
-        model: PreTrainedModel | PeftModel,
+        models: Sequence[PreTrainedModel | PeftModel],
         function: Callable[[Rollout], Sequence[Tensor | None]],
         it: Iteration,
     ) -> list[Tensor | None]:
-        """Apply a function of rows to as many as go through a model together.
+        """Apply a function of rows to as many as go through some models together.
 
         Its results are `[B, T]` each, perhaps with further axes, or None.
         """
@@ -231,7 +236,7 @@ class Scorer:
         update = self._settings.update
         micro_batches = plan_micro_batches(
             rollout,
-            [model],
+            models,
             it,
             max_tokens=update.micro_batch_tokens,
             shared=update.router_loss_coef == 0,

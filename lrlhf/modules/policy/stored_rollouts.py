@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lrlhf.rewards import RewardResult
-from lrlhf.rollout import Collected, beside_of
+from lrlhf.rollout import Collected, Sampling, beside_of
 from lrlhf.types import StoredRollout
 
 
@@ -19,7 +19,7 @@ def check_stored(
     stored: StoredRollout,
     *,
     num_generations: int,
-    temperature: float,
+    sampling: Sampling,
     allow_truncated_sampling: bool,
     beside: Iterable[str] = (),
     step: int,
@@ -30,7 +30,7 @@ def check_stored(
     Args:
         stored: Of an earlier iteration.
         num_generations: Responses per prompt of this run.
-        temperature: Of this run's sampling.
+        sampling: Of this run.
         allow_truncated_sampling: Whether responses may come from top_p, top_k or min_p.
         beside: What the algorithm samples beside the responses, whose scores it needs.
         step: The iteration that it is trained on in.
@@ -49,11 +49,11 @@ def check_stored(
             f"num_generations is {num_generations}, but the stored rollout has groups of "
             f"{' and '.join(map(str, sizes))} responses; set it as in the run that stored them"
         )
-    sampled_at = stored.records[0].get("temperature", temperature)
-    if sampled_at != temperature:
+    sampled_at = stored.records[0].get("temperature", sampling.temperature)
+    if sampled_at != sampling.temperature:
         raise ValueError(
-            f"sampling.temperature is {temperature}, but the stored rollout was sampled at "
-            f"{sampled_at}: the log-probabilities do not compare; set it to {sampled_at}"
+            f"sampling.temperature is {sampling.temperature}, but the stored rollout was sampled "
+            f"at {sampled_at}: the log-probabilities do not compare; set it to {sampled_at}"
         )
     if stored.as_recorded:
         _check_recorded(stored, step=step, holds_copy=holds_copy)
@@ -63,11 +63,31 @@ def check_stored(
                 f"the algorithm compares with the score of {name!r}, which the stored rollout has "
                 "not: store it with the same algorithm, or choose another one"
             )
-    if stored.rollout.kept_mass is not None and not allow_truncated_sampling:
+    if stored.rollout.kept_mass is not None:
+        _check_drawn(stored.records[0], sampling, allow_truncated_sampling)
+
+
+def _check_drawn(
+    record: Mapping[str, Any], sampling: Sampling, allow_truncated_sampling: bool
+) -> None:
+    """Check tokens that were not drawn from the policy alone: what makes up for them is known."""
+    hot = record.get("first_temperature"), record.get("first_top_k", 0)
+    own = sampling.first_temperature, sampling.first_top_k
+    if hot[0] is not None and hot != own:
         raise ValueError(
-            "the stored rollout was sampled with top_p, top_k, min_p or first_temperature, whose "
-            "distribution is not the policy's; set first_temperature as it was, or accept the bias "
-            "with allow_truncated_sampling: true"
+            f"the stored rollout was sampled with first_temperature {hot[0]} and first_top_k "
+            f"{hot[1]}, here they are {own[0]} and {own[1]}, and only as they were the responses "
+            "get the weights that make up for them; set both in sampling"
+        )
+    if hot[0] is None and sampling.starts_hot:
+        raise ValueError(
+            "the stored rollout was sampled with top_p, top_k or min_p, which no weights make up "
+            "for as they do for first_temperature; leave first_temperature out of sampling"
+        )
+    if hot[0] is None and not allow_truncated_sampling:
+        raise ValueError(
+            "the stored rollout was sampled with top_p, top_k or min_p, whose distribution is not "
+            "the policy's; accept the bias with allow_truncated_sampling: true"
         )
 
 

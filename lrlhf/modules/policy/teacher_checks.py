@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lrlhf.functional.algorithm import Algorithm
+from lrlhf.functional.algorithms import distillation
 from lrlhf.modules.settings import Teacher
 from lrlhf.rollout import Sampling
 
@@ -33,9 +34,21 @@ def check_teacher(
         raise ValueError(
             "rewards is missing: name reward functions, or a teacher to learn from (teacher.model)"
         )
+    estimator = algorithm.estimator
+    alone = estimator.function is distillation.no_advantages
+    if teacher is None and alone:
+        raise ValueError(
+            f"algorithm {algorithm.name!r} makes nothing of rewards, and there is no teacher to "
+            "learn from: set teacher.model, or take another algorithm"
+        )
     if teacher is None:
         return
-    estimator = algorithm.estimator
+    if alone and teacher.placement == "loss" and sampling.starts_hot:
+        raise ValueError(
+            "sampling.first_temperature is made up for by weights of advantages, and with "
+            "teacher.placement loss there are none without rewards: leave it out, or set "
+            "placement: reward"
+        )
     if not scored and (different or estimator.groups or estimator.uses_values):
         option = "dynamic_sampling" if different else f"algorithm {algorithm.name!r}"
         raise ValueError(

@@ -10,6 +10,7 @@ from torch import Tensor
 from lrlhf.functional.distillation import TeacherRows, TeacherStatistics
 from lrlhf.functional.masking import masked_sum
 from lrlhf.models import CausalLM
+from lrlhf.models.output_head import context_length
 from lrlhf.models.teacher import TeacherModel, check_same_tokens, top_rows, vocabulary_size
 from lrlhf.modules.metrics.metric_sums import MetricSums
 from lrlhf.modules.policy.load_policy import LoadedPolicy
@@ -17,7 +18,7 @@ from lrlhf.modules.policy.policy_settings import PolicySettings
 from lrlhf.modules.settings import Teacher
 from lrlhf.rollout.vllm.teacher_server import TeacherServer
 from lrlhf.run.quiet_output import quiet
-from lrlhf.types import Rollout, SequenceBatch, TeacherTokens
+from lrlhf.types import PromptBatch, Rollout, SequenceBatch, TeacherTokens
 
 EVALUATED = ("teacher_reverse_kl", "teacher_reverse_kl_sampled", "teacher_top_agreement")
 """Names of what an evaluation measures of each response."""
@@ -31,7 +32,8 @@ class Teaching:
         settings: Of the run, with a teacher.
 
     Raises:
-        ValueError: The teacher has another tokenizer than the policy.
+        ValueError: The teacher has another tokenizer than the policy, or no response fits into what
+            it reads.
     """
 
     def __init__(self, policy: LoadedPolicy, settings: PolicySettings) -> None:
@@ -46,8 +48,25 @@ class Teaching:
         self._checked = False
         if self.settings.model is not None:
             self.model = _loaded(self.settings.model, policy)
+            self._check_room(1, settings.sampling.max_new_tokens)
         elif self.settings.server is not None:
             self._server = TeacherServer(self.settings.server)
+
+    def check_prompts(self, prompts: PromptBatch, max_new_tokens: int) -> None:
+        """Refuse prompts whose responses may become longer than what the teacher reads.
+
+        It would answer, far off what it was trained for, and long responses may come late in a run.
+        """
+        self._check_room(int(prompts.attention_mask.sum(dim=1).max()), max_new_tokens)
+
+    def _check_room(self, prompt: int, response: int) -> None:
+        limit = None if self.model is None else context_length(self.model.model)
+        if limit is not None and prompt + response > limit:
+            raise ValueError(
+                f"teacher.model reads {limit} tokens, fewer than a prompt of {prompt} and "
+                f"sampling.max_new_tokens, {response}: lower max_new_tokens, leave out longer "
+                "prompts (max_prompt_tokens of the data), or take a teacher with a longer context"
+            )
 
     @property
     def in_loss(self) -> bool:
@@ -91,9 +110,10 @@ class Teaching:
             self.model.rest(offload=self.settings.offload)
 
     def close(self) -> None:
-        """Break off what is asked of a server."""
+        """Break off what is asked of a server; a later run looks at its tokens anew."""
         if self._server is not None:
             self._server.close()
+            self._checked = False
 
 
 @quiet()

@@ -71,6 +71,7 @@ class IsolatedReward(CopiesStartAfresh):
     """
 
     ends_by_itself: ClassVar[bool] = True
+    forwards_columns: ClassVar[bool] = True
     _not_copied = ("_workers", "_lock", "_under_way")
 
     def __init__(

@@ -22,6 +22,9 @@ from transformers import (
 from lrlhf.rollout.responses import Response
 from lrlhf.rollout.sampling import Sampling
 
+_MOST = 80.0
+"""Nats between two probabilities of a token, the exponential of which float32 still holds."""
+
 
 class TokenSampler(LogitsProcessor):
     """Samples each row's token from its own random stream and remembers its log-probability."""
@@ -76,7 +79,8 @@ class TokenSampler(LogitsProcessor):
         own, drawn = (one.gather(1, chosen[:, None])[:, 0] for one in (full, logprobs))
         self._logprobs.append(drawn)
         if self._warpers or self._sampling.first_temperature is not None:
-            self._kept_mass.append((own - drawn).exp())
+            # of a token that the policy would hardly draw, no 0, whose logarithm is no number
+            self._kept_mass.append((own - drawn).clamp(-_MOST, _MOST).exp())
         # generate takes the argmax of what is returned: leave it one token to take
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen[:, None], 0.0)
 

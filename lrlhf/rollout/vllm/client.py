@@ -100,7 +100,8 @@ class ServerClient:
                 f"the vLLM server at {self.url} wants another token: set VLLM_API_KEY here to the "
                 "one that the server was started with"
             )
-        if answer.is_server_error or answer.status_code == httpx.codes.NOT_FOUND:
+        passing = (httpx.codes.NOT_FOUND, httpx.codes.TOO_MANY_REQUESTS)
+        if answer.is_server_error or answer.status_code in passing:
             raise FailureAnswer(
                 f"the vLLM server answered {path} with {answer.status_code}: {answer.text[:500]}"
             )

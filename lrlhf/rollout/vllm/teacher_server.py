@@ -34,7 +34,8 @@ class TeacherServer:
 
     def __init__(self, url: str, *, requests: int = 32) -> None:
         self.url = url
-        self._client = ServerClient(url, os.environ.get(TOKEN_VARIABLE) or "none")
+        self._client: ServerClient | None = None
+        """None: nothing has been asked since it was closed."""
         self._requests = requests
         self._model = ""
 
@@ -75,6 +76,7 @@ class TeacherServer:
                 "teacher in the process with teacher.model"
             )
         rows = [ids[seen].tolist() for ids, seen in zip(*_cpu(rollout), strict=True)]
+        self._opened()  # once, not in each of the threads
         with ThreadPoolExecutor(self._requests) as pool:
             answers = list(pool.map(lambda ids: self._logprobs(ids, num_ids), rows))
         shape = rollout.input_ids.shape
@@ -100,8 +102,15 @@ class TeacherServer:
         return kept.to(rollout.input_ids.device)
 
     def close(self) -> None:
-        """Break off what is still open."""
-        self._client.close()
+        """Break off what is still open; the next question opens it again."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def _opened(self) -> ServerClient:
+        if self._client is None:
+            self._client = ServerClient(self.url, os.environ.get(TOKEN_VARIABLE) or "none")
+        return self._client
 
     def _logprobs(self, ids: Sequence[int], num_ids: int) -> list[dict[str, Any] | None]:
         body = {
@@ -139,8 +148,8 @@ class TeacherServer:
         for attempt in range(_ATTEMPTS):
             try:
                 if method == "GET":
-                    return self._client.get(path, timeout=_TIMEOUT_S)
-                return self._client.post(path, body, timeout=_TIMEOUT_S)
+                    return self._opened().get(path, timeout=_TIMEOUT_S)
+                return self._opened().post(path, body, timeout=_TIMEOUT_S)
             except EngineFailure as error:
                 if attempt == _ATTEMPTS - 1:
                     raise ValueError(f"teacher.server {self.url}: {error}") from error
