@@ -214,16 +214,18 @@ def finish_for_training(
         model: As it was loaded.
         spec: What it asks for.
         task_type: PEFT's name for what the model does.
-        trainable: False: all of it is frozen.
+        trainable: False: all of it is frozen; of adapters it has those that are stored.
         on_gpu: Where it is going to be trained; None: on a GPU if this machine has one.
     """
     if task_type != "CAUSAL_LM":  # it generates nothing: keys and values are not kept
         for config in (model.config, model.config.get_text_config()):
             config.use_cache = False
-    if not trainable:
-        return model.requires_grad_(False)
-    freeze_modules(body_of(model), spec.freeze)
     finished: PreTrainedModel | peft.PeftModel = model
+    if not trainable:
+        if spec.lora is not None and spec.lora.source is not None:
+            finished = add_adapters(model, spec.lora, task_type, skip=None)
+        return finished.requires_grad_(False)
+    freeze_modules(body_of(model), spec.freeze)
     if spec.lora is not None:
         finished = add_adapters(model, spec.lora, task_type, skip=_skipped(model, spec))
         check_mergeable(finished)
