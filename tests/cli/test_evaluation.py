@@ -200,7 +200,7 @@ def said_logprob(
     return sum(float(logprobs[place - 1, ids[place]]) for place in places)
 
 
-def test_a_reference_of_the_config_stays(model_folder: str, tokenizer: Any) -> None:
+def test_a_reference_of_the_config_stays(model_folder: str) -> None:
     rows = [{"prompt": f"{n} ", "chosen": f"{n} is a word", "rejected": "x"} for n in range(2)]
     Path("pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     for options in ({"reference": model_folder}, {"loss": "simpo"}):

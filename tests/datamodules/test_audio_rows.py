@@ -125,6 +125,21 @@ def test_rows_of_python_hold_sounds_in_any_form(
     assert heard(data, hearing_folder) == [(asked(1), [400]), (asked(1), [800])]
 
 
+def test_a_data_set_of_the_hub_has_its_sounds_as_bytes(
+    tmp_path: Path, hearing_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A column of Parquet files holds them, a data set of single files names them."""
+    (tmp_path / "1.wav").write_bytes(wav(800))
+    file = str(tmp_path / "1.wav")
+    column = [{"bytes": wav(400), "path": "0.wav"}, {"bytes": None, "path": file}]
+    data = datasets.Dataset.from_list([{"prompt": ASKED}] * 2).add_column("audio", column)
+    data = data.cast_column("audio", datasets.Audio())
+    data.info.download_checksums = {"hf://datasets/a/b@0/data.parquet": {"num_bytes": 1}}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: data)
+    for train in ("someone/tones", data):
+        assert heard(train, hearing_folder) == [(asked(1), [400]), (asked(1), [800])]
+
+
 def test_samples_in_rows_of_python_are_not_copied_into_lists() -> None:
     samples = tone(400, 0.25)
     data = [{"audio": {"array": samples, "sampling_rate": RATE}}]

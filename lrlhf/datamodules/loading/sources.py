@@ -222,12 +222,12 @@ class HubSource(Source):
         self._load()
 
     def rows(self) -> Iterable[Row | BadRow]:
-        yield from self._load()
+        return read_rows(self._load(), name=self.name)
 
-    def _load(self) -> Iterable[Row]:
+    def _load(self) -> Rows:
         datasets = import_module("datasets")  # with pyarrow and pandas, half a second
         try:
-            rows: Iterable[Row] = datasets.load_dataset(self._id, self._config, split=self._split)
+            rows: Rows = datasets.load_dataset(self._id, self._config, split=self._split)
             return rows
         except (OSError, ValueError) as error:
             near = nearest_path(Path(self._dataset))
