@@ -110,8 +110,8 @@ def _in_memory(value: Any, name: str) -> Audio | None:
     if not isinstance(value, Mapping) or value.get("array") is None:
         return None
     rate = value.get("sampling_rate")
-    number = isinstance(rate, int | float | np.integer | np.floating) and not isinstance(rate, bool)
-    if not number or not 1 <= rate < math.inf:
+    number = int | float | np.integer | np.floating
+    if isinstance(rate, bool) or not isinstance(rate, number) or not 1 <= rate < math.inf:
         raise MediaError("wrong type", f"{name}: sampling_rate is {rate!r}, not samples per second")
     given = value["array"]
     samples = given.numpy(force=True) if isinstance(given, Tensor) else _array(given, name)
