@@ -91,6 +91,8 @@ class DPO(PairModule):
     train_metric: ClassVar[str] = "rewards/accuracy"
     stage: ClassVar[str] = "preference"
     lr: ClassVar[float] = 1e-6
+    answers_only: ClassVar[bool] = True
+    """Data modules refuse pairs of images, videos or audio, which no policy writes."""
 
     def __init__(  # noqa: PLR0913  the constructor is the config schema
         self,

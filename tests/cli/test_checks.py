@@ -219,6 +219,18 @@ def test_what_constructors_refuse_is_refused_by_check(
     assert message in error
 
 
+@pytest.mark.usefixtures("no_weights")
+def test_images_that_dpo_cannot_learn_to_write_are_found_by_check(
+    model_folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"prompt": "a cat", "image_0": "a.png", "image_1": "b.png", "preference": "A"}
+    Path("pairs.jsonl").write_text(json.dumps(row))
+    config = experiment("DPO", {"policy": model_folder}, {"train": "pairs.jsonl"})
+    Path("run.yaml").write_text(yaml.safe_dump(config))
+    assert run(["check", "--config", "run.yaml"]) == 2
+    assert "(image_0, image_1), which a policy cannot learn to write" in capsys.readouterr().err
+
+
 def test_what_goes_wrong_in_a_check_does_not_end_the_run(
     model_folder: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from lrlhf.callbacks import RolloutLog
 from lrlhf.datamodules import (
+    BadDataError,
     PreferenceDataModule,
     PromptDataModule,
     ReplayDataModule,
@@ -268,6 +269,32 @@ def test_dpo_compares_answers_about_sounds(tmp_path: Path) -> None:
     run.fit(module, PreferenceDataModule(rows, batch_size=4, val=rows))
     # without hearing, at most half of the pairs can be right: the texts are the same
     assert float(run.callback_metrics["eval/accuracy"]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("shown", "answers"),
+    [
+        (("audio_0", "audio_1"), {"preference": "A"}),
+        (("audio_chosen", "audio_rejected"), {}),
+        (("audio_0", "audio_1"), {"candidate0": "a", "candidate1": "b", "preference": "A"}),
+    ],
+    ids=["numbered", "chosen", "with answers"],
+)
+def test_dpo_refuses_sounds_as_candidates(
+    shown: tuple[str, str], answers: dict[str, str], tmp_path: Path
+) -> None:
+    sounds = dict(zip(shown, map(sound, (300, 3000)), strict=True))
+    text = {"prompt": ASKED, "audio": sound(500), "chosen": "low", "rejected": "high"}
+    rows = [{"prompt": "a tone", **sounds, **answers}]
+    rows += [{"prompt": "x", "chosen": "low", "rejected": "high"}] * 200 if not answers else []
+    hearing = build_hearing()
+    data = PreferenceDataModule(rows, batch_size=1, shuffle=False)
+    dpo = DPO(hearing.model, tokenizer=hearing.tokenizer, processor=hearing.processor.processor)
+    with pytest.raises(BadDataError, match=f"{shown[0]}, {shown[1]}.*train a RewardModel"):
+        trainer(tmp_path).fit(dpo, data)
+    trainer(tmp_path, max_steps=1).fit(hearing_reward(build_hearing()), data)
+    with pytest.raises(BadDataError, match="train a RewardModel"):
+        trainer(tmp_path).validate(dpo, PreferenceDataModule([text], val=rows, batch_size=1))
 
 
 def test_adapters_of_the_language_model_leave_the_encoder_as_it_is(
