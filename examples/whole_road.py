@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import random
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -67,7 +68,7 @@ def main() -> None:
     """Write the data, run the steps, say how long each took."""
     options = _arguments()
     if not (ROAD / "data").exists():
-        write_data(options.archive)
+        write_whole_data(options.archive)
     times: list[tuple[str, float]] = []
     for step in steps(_base(options.configs)):
         if step.result is not None and step.result.exists():
@@ -81,10 +82,18 @@ def main() -> None:
     _say(f"open {ROAD / 'compare.html'}")
 
 
-def write_data(archive: Path | None) -> None:
+def write_whole_data(archive: Path | None) -> None:
+    """Write the data beside its place, where no half of it is taken for all of it."""
+    half = ROAD / "data.part"
+    shutil.rmtree(half, ignore_errors=True)  # of a run that was broken off
+    write_data(archive, half)
+    half.rename(ROAD / "data")
+
+
+def write_data(archive: Path | None, folder: Path) -> None:
     """Write what the configs read, from the source distribution of vaderSentiment."""
     content = source_distribution(None if archive is None else str(archive))
-    kept = ROAD / "data" / "reviews.tar.gz"
+    kept = folder / "reviews.tar.gz"
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_bytes(content)
     source = VaderRatings(low=0.0, high=1e-9, min_chars=40, max_chars=160, archive=str(kept))

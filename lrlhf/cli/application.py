@@ -19,12 +19,18 @@ import lrlhf.rewards
 import lrlhf.rollout  # noqa: F401  classes that are imported can be named by their short names
 from lrlhf.cli.batch_limits import read_whole_numbers_as_such
 from lrlhf.cli.cheap_parts import CheapParts
-from lrlhf.cli.config_files import config_arguments, is_inline
-from lrlhf.cli.evaluation import EVALUATIONS, show_evaluation, take_export
+from lrlhf.cli.config_files import config_arguments, is_inline, read_config_files
+from lrlhf.cli.evaluation import (
+    EVALUATIONS,
+    keep_reference,
+    show_evaluation,
+    take_export,
+)
 from lrlhf.cli.export_command import export_checkpoint, hub_repo
 from lrlhf.cli.messages.causes import Progress, blaming_user
 from lrlhf.cli.messages.endings import how_to_continue
 from lrlhf.cli.messages.errors import ConfigError, UserError, hint
+from lrlhf.cli.model_flags import names_policy, without_policy
 from lrlhf.cli.null_values import refuse_nulls
 from lrlhf.cli.parser import Parser
 from lrlhf.cli.replay_command import show_replay
@@ -79,7 +85,16 @@ class Application(Commands):
         if options is not None and options.trainer.default_root_dir is None:
             options.trainer.default_root_dir = _run_folder(self._arguments)
         if options is not None and self._arguments[0] in EVALUATIONS:
+            if options.get("ckpt_path") is None:
+                self._keep_reference(parser, options)
             take_export(options)
+
+    def _keep_reference(self, parser: LightningArgumentParser, options: Any) -> None:
+        """Find the policy of the config files, where a flag has another one evaluated."""
+        arguments = without_policy(self._arguments)
+        if arguments != self._arguments and names_policy(read_config_files(arguments)):
+            configured = parser.parse_args(arguments)[self._arguments[0]]
+            keep_reference(options, configured.model.init_args.policy)
 
     def before_instantiate_classes(self) -> None:
         # the other processes of a run have the same config

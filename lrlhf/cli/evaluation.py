@@ -15,7 +15,10 @@ from lrlhf.callbacks import EvalJSONL
 from lrlhf.callbacks.reports.run_report import short_path
 from lrlhf.cli.messages.errors import ConfigError
 from lrlhf.cli.model_evaluation import MODEL_OPTIONS, export_folder, is_export
+from lrlhf.modules import DPO
+from lrlhf.modules.dpo import resolve_preference_loss
 from lrlhf.modules.metrics.measurement import HasMeasurements, Measurement
+from lrlhf.planning.config_entries import is_a
 from lrlhf.planning.plain_table import plain_text
 
 EVALUATIONS = ("validate", "test", "predict")
@@ -26,7 +29,7 @@ def take_export(options: Any) -> None:
     """Have the folder of a model that ``ckpt_path`` names loaded in the place of the config's.
 
     What is written goes to ``validate/<name of the folder>`` in the run folder, where it takes the
-    place of no evaluation of the training.
+    place of no evaluation of the training. `DPO` keeps the config's model as its reference.
 
     Args:
         options: The parsed config of the command.
@@ -44,6 +47,7 @@ def take_export(options: Any) -> None:
             f"ckpt_path: {path} is an exported model, and {options.model.class_path} has none of "
             f"the options {' and '.join(MODEL_OPTIONS)} to load it with; give a checkpoint"
         )
+    keep_reference(options, given[option])
     spec = given[option]
     spec = spec.get("init_args", spec) if isinstance(spec, Namespace) else {}
     if "source" in spec:
@@ -52,6 +56,42 @@ def take_export(options: Any) -> None:
         given[option] = str(path)
     options.ckpt_path = None
     options.trainer.default_root_dir = str(export_folder(options.trainer.default_root_dir, path))
+
+
+def keep_reference(options: Any, original: str | Namespace) -> None:
+    """Have `DPO` ask the model that it starts from, where another one is evaluated in its place.
+
+    A reference that is not named would be the evaluated model itself, and every margin 0.
+
+    Args:
+        options: The parsed config of the command.
+        original: The policy of the config.
+
+    Raises:
+        ConfigError: There is no such loss.
+    """
+    given = options.model.get("init_args") or Namespace()  # type: ignore[no-untyped-call]
+    if not is_a(options.model.as_dict(), DPO) or given.get("reference") is not None:
+        return
+    if not _has_reference(given.get("loss", "sigmoid")):
+        return
+    if isinstance(original, Namespace):
+        original = original.clone()
+        spec = original.get("init_args", original)
+        lora = spec.get("lora")
+        # new adapters add nothing to the reference, and those that are stored belong to it
+        if lora is not None and lora.get("init_args", lora).get("source") is None:
+            spec["lora"] = None
+    given["reference"] = original
+
+
+def _has_reference(loss: str | Namespace) -> bool:
+    if isinstance(loss, Namespace):
+        return bool(loss.get("init_args", loss)["reference"])
+    try:
+        return resolve_preference_loss(loss).reference
+    except ValueError as error:
+        raise ConfigError(f"model.loss: {error}") from error
 
 
 def show_evaluation(trainer: L.Trainer) -> None:

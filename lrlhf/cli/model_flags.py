@@ -10,6 +10,7 @@ import yaml
 from lrlhf.cli.config_files import ConfigFile
 
 _IN_FULL = re.compile(r"^--model\.init_args\.(policy|model)(?=[.=]|$)")
+_POLICY = "--model.policy"
 _MODELS = ("model.policy", "model.model")
 """Options that take a source, or a group of options with a ``source``."""
 
@@ -59,16 +60,37 @@ def _taken_out(arguments: Sequence[str], flag: str) -> tuple[list[str], list[str
     return values, rest
 
 
+def without_policy(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments but for the flags of ``model.policy`` and of its options."""
+    rest = list(arguments)
+    names = dict.fromkeys(argument.partition("=")[0] for argument in arguments)
+    for name in names:
+        if name == _POLICY or name.startswith(f"{_POLICY}."):
+            rest = _taken_out(rest, name)[1]
+    return rest
+
+
+def names_policy(files: Sequence[ConfigFile]) -> bool:
+    """Whether there is a ``model.policy`` in a config file."""
+    return _node_at(files, _POLICY.removeprefix("--").split(".")) is not None
+
+
 def _text_at(files: Sequence[ConfigFile], keys: Sequence[str]) -> str | None:
     """Return the text that the last file with an entry has there; None: it has something else."""
+    found = _node_at(files, keys)
+    is_text = isinstance(found, yaml.ScalarNode) and found.tag == "tag:yaml.org,2002:str"
+    return str(found.value) if is_text and found is not None else None
+
+
+def _node_at(files: Sequence[ConfigFile], keys: Sequence[str]) -> yaml.Node | None:
+    """Return what the last file with an entry has there; None: no file has one."""
     found: yaml.Node | None = None
     for file in files:
         node: yaml.Node | None = file.root
         for key in keys:
             node = _child(node, key)
         found = node or found
-    is_text = isinstance(found, yaml.ScalarNode) and found.tag == "tag:yaml.org,2002:str"
-    return str(found.value) if is_text and found is not None else None
+    return found
 
 
 def _child(node: yaml.Node | None, key: str) -> yaml.Node | None:

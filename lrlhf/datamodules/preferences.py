@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -150,8 +151,10 @@ class PreferenceDataModule(TextDataModule[PairRow, PreferenceBatch]):
         self._heads = heads = ("reward",) if heads is None else tuple(heads)
         if not heads or len(set(heads)) < len(heads):
             raise ValueError(f"head_names={list(heads)!r}: give at least one name, each only once")
+        parser = _parser_of(**{**self._row_options, **changed})(heads, chat, media)
+        answers_only = bool(of_module(trainer, "answers_only"))
         return RowKind(
-            parse=_parser_of(**{**self._row_options, **changed})(heads, chat, media),
+            parse=replace(parser, answers_only=answers_only),
             finish=lambda drafts: media.check(tokenize_pairs(tokenizer, drafts)),
             collate=partial(collate_pairs, pad_token_id=int(tokenizer.pad_token_id)),
             keys=lambda row: row.keys,
@@ -160,7 +163,7 @@ class PreferenceDataModule(TextDataModule[PairRow, PreferenceBatch]):
             read=media,
             cost=_pair_tokens,
             tokenizer=tokenizer,
-            made_with=(tokenizer, heads),
+            made_with=(tokenizer, heads, answers_only),
             dated=chat.dated,
         )
 

@@ -71,6 +71,11 @@ class StepGuard:
         if recent > self.settings.max_skipped:
             raise TrainingDivergedError(self._farewell(recent, step))
 
+    @property
+    def collects(self) -> bool:
+        """Whether a step of a dump is taken again."""
+        return self._collected is not None
+
     @contextlib.contextmanager
     def collecting(self) -> Iterator[list[Anomaly]]:
         """Inside, only collect what is found, in the list that is handed out, and count nothing."""

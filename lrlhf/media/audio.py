@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +25,10 @@ _CUT_OFF = re.compile(r"^ ?(?:data|SSND) : (\d+) \(should be (\d+)\)", re.MULTIL
 """How libsndfile, which reads what is left, tells of a WAV or AIFF file that ends early."""
 _STREAMED = 0x7FFFF000
 """Programs that do not know how long a sound will be write so many bytes or more."""
+_PCM = ("uint8", "int8", "int16", "int32")
+"""Types of integers whose width tells how loud the loudest sample is."""
+_LOUDEST = 10.0
+_TO_FLOATS = "give floats between -1 and 1 (samples of 16 bits divided by 32768), or an int16 array"
 _FORM = "a path, bytes, or {'array': samples, 'sampling_rate': rate}"
 
 
@@ -58,7 +63,7 @@ def read_audio(value: Any, max_seconds: float | None = None) -> Audio:
     Args:
         value: A path, bytes or ``data:`` URI of a file (WAV, FLAC, OGG, MP3 and others that
             libsndfile knows), ``{"bytes": …, "path": …}``, or ``{"array": …, "sampling_rate": …}``
-            with floats or integers `[N]` or `[channels, N]`.
+            `[N]` or `[channels, N]`: floats between -1 and 1, or integers of 8, 16 or 32 bits.
         max_seconds: Longer ones are refused, before they are decoded; None: none is too long.
 
     Raises:
@@ -79,6 +84,7 @@ def read_audio(value: Any, max_seconds: float | None = None) -> Audio:
     _check_seconds(audio.seconds, max_seconds, name)
     if not np.isfinite(audio.samples).all():
         raise MediaError("broken audio", f"{name} has samples that are no finite numbers")
+    _check_range(audio, name)
     return audio
 
 
@@ -94,6 +100,7 @@ def check_audio(value: Any, max_seconds: float | None = None) -> None:
         with explained("broken audio", name), _opened(value, name) as file:
             seconds = _seconds(file, name)
     else:
+        _check_range(audio, name)
         seconds = audio.seconds
     _check_seconds(seconds, max_seconds, name)
 
@@ -103,7 +110,8 @@ def _in_memory(value: Any, name: str) -> Audio | None:
     if not isinstance(value, Mapping) or value.get("array") is None:
         return None
     rate = value.get("sampling_rate")
-    if isinstance(rate, bool) or not isinstance(rate, int | float | np.number) or not rate >= 1:
+    number = int | float | np.integer | np.floating
+    if isinstance(rate, bool) or not isinstance(rate, number) or not 1 <= rate < math.inf:
         raise MediaError("wrong type", f"{name}: sampling_rate is {rate!r}, not samples per second")
     given = value["array"]
     samples = given.numpy(force=True) if isinstance(given, Tensor) else _array(given, name)
@@ -120,10 +128,28 @@ def _in_memory(value: Any, name: str) -> Audio | None:
             "[channels, samples]",
         )
     if samples.dtype.kind in "iu":  # of so many bits; those of 8 have no sign
+        if samples.dtype not in _PCM:  # as lists of integers become
+            raise MediaError(
+                "wrong type",
+                f"{name}: the array is {samples.dtype}, which does not tell how loud its samples "
+                "are",
+                remedy=_TO_FLOATS,
+            )
         middle = 128 if samples.dtype == np.uint8 else 0
         samples = (samples.astype(np.float64) - middle) / (np.iinfo(samples.dtype).max - middle)
     mono = samples if samples.ndim == 1 else samples.mean(axis=0)
     return Audio(np.ascontiguousarray(mono, dtype=np.float32), int(rate))
+
+
+def _check_range(audio: Audio, name: str) -> None:
+    """Refuse integers that were made floats; what was mixed or resampled is little above 1."""
+    peak = float(np.abs(audio.samples).max(initial=0))
+    if peak > _LOUDEST:
+        raise MediaError(
+            "wrong type",
+            f"{name} has samples up to {peak:g}, and floats are between -1 and 1",
+            remedy=_TO_FLOATS,
+        )
 
 
 def _array(given: Any, name: str) -> NDArray[Any]:

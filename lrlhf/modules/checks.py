@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lrlhf.media import MediaProcessor
-from lrlhf.models import media_modules
+from lrlhf.models import media_modules, placeholder_ids
 from lrlhf.models.sharding import CheckpointMismatchError, check_same_names
 from lrlhf.run import (
     SplitsModels,
@@ -140,13 +140,20 @@ def refuse_idle_encoder(
     """
     if processor is None or not minds_idle_parts(trainer):
         return
-    parts = media_modules(model)
-    if any(weight.requires_grad for part in parts for weight in part.parameters()):
+    parts = {id(part) for part in media_modules(model)}
+    learning = [
+        name
+        for name, part in model.base_model.named_children()
+        if id(part) in parts and any(weight.requires_grad for weight in part.parameters())
+    ]
+    if learning:
+        sees = "image" in placeholder_ids(model.config)
+        how = "freeze_vision: true, and freeze for what fits it to the language model"
+        how = how if sees else f"freeze: [{', '.join(learning)}]"
         raise ValueError(
             "the encoder of images or audio is trained, and this strategy waits for its gradients "
             "also where a process has rows without them: use trainer.strategy: "
-            "ddp_find_unused_parameters_true or fsdp2, or freeze it (freeze_vision: true, and "
-            "freeze for what fits it to the language model)"
+            f"ddp_find_unused_parameters_true or fsdp2, or freeze it ({how})"
         )
 
 

@@ -35,6 +35,7 @@ from lrlhf.modules.pairs.pair_step import PairScores, concatenate, pad_id_of
 from lrlhf.modules.pairs.precomputed_reference import PrecomputedReference
 from lrlhf.modules.policy.load_policy import load_policy
 from lrlhf.run import Collectives
+from lrlhf.run.lightning_internals import data_in_use
 from lrlhf.types import PreferenceBatch, SequenceBatch
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,8 @@ class DPO(PairModule):
     train_metric: ClassVar[str] = "rewards/accuracy"
     stage: ClassVar[str] = "preference"
     lr: ClassVar[float] = 1e-6
+    answers_only: ClassVar[bool] = True
+    """Data modules refuse pairs of images, videos or audio, which no policy writes."""
 
     def __init__(  # noqa: PLR0913  the constructor is the config schema
         self,
@@ -163,8 +166,12 @@ class DPO(PairModule):
     def on_fit_start(self) -> None:
         refuse_idle_encoder(self.trainer, plain_model(self.policy), self.processor)
         self._place_reference()
-        if self.precompute_reference and self.reference is not None:
-            self._precompute_reference()
+        # a step that is taken again has no data: the reference is asked about its rows then
+        beforehand = self.precompute_reference and not self.step_guard.collects
+        if beforehand and self.reference is not None:
+            # in the precision of training steps, which Lightning calls in this context
+            with self.trainer.precision_plugin.forward_context():
+                self._precompute_reference()
         super().on_fit_start()
 
     def on_validation_start(self) -> None:
@@ -179,7 +186,7 @@ class DPO(PairModule):
 
     def _precompute_reference(self) -> None:
         """Ask the reference about every row, and let go of it."""
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        data = data_in_use(self.trainer)
         if not isinstance(data, GivesEveryRow):
             raise ValueError(
                 "precompute_reference needs to know every row beforehand: train with a "

@@ -92,6 +92,7 @@ class GenerativeReward(RewardFunction):
     always in the same way. The model is frozen, and loaded at the first use.
 
     A vision-language model is shown the prompts' images and videos; a text model reads the text.
+    Prompts with sounds are refused.
 
     Args:
         source: Folder of the trained model, hub id or ``package:<module>``.
@@ -191,8 +192,11 @@ class GenerativeReward(RewardFunction):
         log_extra: LogExtra,
         images: Sequence[Sequence[Any]] | None = None,
         videos: Sequence[Sequence[Any]] | None = None,
+        audios: Sequence[Sequence[Any]] | None = None,
         **columns: Any,
     ) -> list[float | None]:
+        if any(audios or ()):
+            raise RewardError("a generative reward model cannot be played the sounds of prompts")
         loaded = self._ready()
         media = _media_of(loaded, images, videos, count=len(completions))
         batch = self._asker.batch(

@@ -335,6 +335,13 @@ def test_texts_to_be_learnt_are_audited_in_all_their_shapes() -> None:
         {"messages": chat(user, assistant), "tag": "chat"},
         {"messages": chat(user, assistant), "tag": "the chat again"},
         {"messages": chat(("user", asked), ("user", asked), assistant), "tag": "two users"},
+        # a column that nobody reads
+        {
+            "messages": chat(("user", question(draw)), ("assistant", sentences(draw, 2))),
+            "prompt": "",
+        },
+        {"text": sentences(draw, 2), "prompt": " "},
+        {"prompt": " ", "completion": sentences(draw, 2), "tag": "blank prompt"},
         {"messages": chat(("user", question(draw)), ("assistant", " ")), "tag": "blank turn"},
         {"prompt": (repeated := question(draw)), "completion": f" {repeated} {said}", "tag": "r"},
         {"prompt": question(draw), "completion": "None", "tag": "None"},
@@ -350,7 +357,7 @@ def test_texts_to_be_learnt_are_audited_in_all_their_shapes() -> None:
     assert tags(found, train, val) == {
         "exact duplicates": {"the text again", "the chat again"},
         "roles missing or repeated": {"two users"},
-        "empty texts": {"blank turn"},
+        "empty texts": {"blank turn", "blank prompt"},
         "prompt inside of the answer": {"r"},
         "literal None or nan": {"None"},
         "left out: too long": {"too long"},

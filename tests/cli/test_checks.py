@@ -35,6 +35,7 @@ from lrlhf.planning.trainer_sizes import processes
 from lrlhf.strategies import FSDP2
 from tests.cli import toys
 from tests.cli.experiment import experiment
+from tests.hearing import save_hearing
 
 ROOT = Path(__file__).parents[2]
 REWARD = f"{__name__}.by_length"
@@ -217,6 +218,19 @@ def test_what_constructors_refuse_is_refused_by_check(
         ("error: command line: --", "error: run.yaml:12: model.init_args.rewards")
     )
     assert message in error
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_sounds_that_dpo_cannot_learn_to_write_are_found_by_check(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    save_hearing("hearing")
+    row = {"prompt": "a cat", "audio_0": "a.wav", "audio_1": "b.wav", "preference": "A"}
+    Path("pairs.jsonl").write_text(json.dumps(row))
+    config = experiment("DPO", {"policy": "hearing"}, {"train": "pairs.jsonl"})
+    Path("run.yaml").write_text(yaml.safe_dump(config))
+    assert run(["check", "--config", "run.yaml"]) == 2
+    assert "(audio_0, audio_1), which a policy cannot learn to write" in capsys.readouterr().err
 
 
 def test_what_goes_wrong_in_a_check_does_not_end_the_run(

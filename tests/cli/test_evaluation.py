@@ -6,10 +6,14 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 import yaml
+from peft import LoraConfig, get_peft_model
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.cli import run
 from tests.cli.experiment import experiment
+from tests.conftest import build_language_model
 
 REWARD = "tests.modules.policy_runs.letters"
 Lines = list[dict[str, Any]]
@@ -147,6 +151,66 @@ def test_an_exported_reward_model_keeps_the_other_options_of_the_config(
     assert start("validate", settings, "--ckpt_path", model_folder) == 0
     name = Path(model_folder).name
     assert lines(f"last/validate/{name}/eval_scores_0.jsonl") == found["mean"]
+
+
+@pytest.mark.parametrize("start_from", ["text", "new adapters", "stored adapters"])
+@pytest.mark.parametrize("named", ["ckpt_path", "model.policy"])
+def test_an_evaluated_policy_is_compared_with_that_of_the_config(
+    model_folder: str, tokenizer: PreTrainedTokenizerBase, start_from: str, named: str
+) -> None:
+    rows = [{"prompt": f"{n} ", "chosen": f"{n} is a word", "rejected": "x"} for n in range(4)]
+    Path("pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    trained = build_language_model(tokenizer, seed=4)
+    trained.save_pretrained("final")
+    tokenizer.save_pretrained("final")
+    first = build_language_model(tokenizer)
+    policy: str | dict[str, Any] = model_folder
+    if start_from == "new adapters":
+        policy = {"source": model_folder, "lora": {"r": 2}}
+    elif start_from == "stored adapters":
+        adapted = get_peft_model(first, LoraConfig(r=2, init_lora_weights=False))
+        adapted.save_pretrained("adapters")
+        first = adapted.merge_and_unload()
+        policy = {"source": model_folder, "lora": {"source": "adapters"}}
+    settings = experiment(
+        "DPO",
+        {"policy": policy, "beta": 0.5},
+        {"train": "pairs.jsonl", "val": "pairs.jsonl"},
+        default_root_dir="here",
+        callbacks=[{"class_path": "EvalJSONL"}],
+    )
+    assert start("validate", settings, f"--{named}", "final") == 0
+    folder = "here/validate/final" if named == "ckpt_path" else "here"
+    for row, found in zip(rows, lines(f"{folder}/eval_scores_0.jsonl"), strict=True):
+        for key, column in (("scores0", "chosen"), ("scores1", "rejected")):
+            said = [said_logprob(one, tokenizer, row, column) for one in (trained, first)]
+            assert abs(said[0] - said[1]) > 0.01
+            assert found[key]["reward"] == pytest.approx(0.5 * (said[0] - said[1]), abs=1e-3)
+
+
+def said_logprob(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, row: dict[str, str], column: str
+) -> float:
+    """What a model makes of an answer and its end, token by token."""
+    before, after = (tokenizer(text)["input_ids"] for text in (row["prompt"], row[column]))
+    ids = torch.tensor([*before, *after, tokenizer.eos_token_id])
+    with torch.no_grad():
+        logprobs = model.eval()(ids[None]).logits[0].log_softmax(dim=-1)
+    places = range(len(before), len(ids))
+    return sum(float(logprobs[place - 1, ids[place]]) for place in places)
+
+
+def test_a_reference_of_the_config_stays(model_folder: str) -> None:
+    rows = [{"prompt": f"{n} ", "chosen": f"{n} is a word", "rejected": "x"} for n in range(2)]
+    Path("pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for options in ({"reference": model_folder}, {"loss": "simpo"}):
+        settings = experiment(
+            "DPO",
+            {"policy": "nowhere", **options},
+            {"train": "pairs.jsonl", "val": "pairs.jsonl"},
+            default_root_dir="here",
+        )
+        assert start("validate", settings, "--ckpt_path", model_folder) == 0
 
 
 @pytest.mark.parametrize(

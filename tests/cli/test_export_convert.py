@@ -188,6 +188,21 @@ def test_weights_alone_export_with_no_processes_and_no_strategy(run_of: tuple[st
     assert_same(weights("o"), weights("by the run/final"))
 
 
+def test_a_checkpoint_of_weights_alone_exports_what_the_run_exported(model_folder: str) -> None:
+    config = config_of("rloo", model_folder)
+    (saver,) = (
+        one for one in config["trainer"]["callbacks"] if one["class_path"] == "RLCheckpoint"
+    )
+    saver["init_args"]["save_weights_only"] = True
+    Path("run.yaml").write_text(yaml.safe_dump(config))
+    assert run(["fit", "--config", "run.yaml"]) == 0
+    stored = torch.load("checkpoints/last.ckpt", weights_only=True)
+    assert "optimizer_states" not in stored
+    assert export("--ckpt_path", "checkpoints/last.ckpt", "--output", "o") == 0
+    assert_same(weights("o"), weights("by the run/final"))
+    assert AutoModelForCausalLM.from_pretrained("o") is not None
+
+
 def test_an_export_goes_to_the_hub_with_what_its_run_has_measured(
     run_of: tuple[str, Path], hub: Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,6 +1,8 @@
 """Sounds in the rows of data sets: every tone has a frequency, which tells whose it is."""
 
+import base64
 import io
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -125,6 +127,21 @@ def test_rows_of_python_hold_sounds_in_any_form(
     assert heard(data, hearing_folder) == [(asked(1), [400]), (asked(1), [800])]
 
 
+def test_a_data_set_of_the_hub_has_its_sounds_as_bytes(
+    tmp_path: Path, hearing_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A column of Parquet files holds them, a data set of single files names them."""
+    (tmp_path / "1.wav").write_bytes(wav(800))
+    file = str(tmp_path / "1.wav")
+    column = [{"bytes": wav(400), "path": "0.wav"}, {"bytes": None, "path": file}]
+    data = datasets.Dataset.from_list([{"prompt": ASKED}] * 2).add_column("audio", column)
+    data = data.cast_column("audio", datasets.Audio())
+    data.info.download_checksums = {"hf://datasets/a/b@0/data.parquet": {"num_bytes": 1}}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: data)
+    for train in ("someone/tones", data):
+        assert heard(train, hearing_folder) == [(asked(1), [400]), (asked(1), [800])]
+
+
 def test_samples_in_rows_of_python_are_not_copied_into_lists() -> None:
     samples = tone(400, 0.25)
     data = [{"audio": {"array": samples, "sampling_rate": RATE}}]
@@ -216,6 +233,22 @@ def test_audio_alpaca_is_read_with_the_better_sound_on_either_side(
         shown = f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{MARKS}<|im_end|>\n"
         assert (first, second) == (shown, shown)
         assert sorted([*left, *right]) == [400 + 40 * number, 2000 + 40 * number]
+
+
+def test_generic_pairs_hold_sounds_in_every_form(tmp_path: Path, hearing_folder: str) -> None:
+    (tmp_path / "1.wav").write_bytes(wav(400))
+    uri = f"data:audio/wav;base64,{base64.b64encode(wav(800)).decode()}"
+    held = {"array": tone(1200, 0.25).tolist(), "sampling_rate": RATE}
+    ends = ["1.wav", held, uri, {"path": "1.wav", "bytes": None}]
+    rows = [
+        {"prompt": "a tone", "audio_0": first, "audio_1": second, "preference": "A"}
+        for first, second in itertools.pairwise(ends)
+    ]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    found = sides(MediaPairs("generic", str(path)), hearing_folder)
+    heard = [[400], [1200], [800], [400]]
+    assert [tuple(pair[2:]) for pair in found] == [*itertools.pairwise(heard)]
 
 
 def test_omnireward_names_sounds_below_media_data(tmp_path: Path) -> None:

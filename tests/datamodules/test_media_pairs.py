@@ -183,6 +183,27 @@ CRITERIA = ("response1", "response2", "other", None)
             ],
         ),
         (
+            "omnireward_t2v",
+            "t2v/test.parquet",
+            [
+                {
+                    **OMNI,
+                    "response1_path": "t2v/1_a.mp4",
+                    "response2_path": "t2v/1_b.mp4",
+                    "criteria_preference": "response2",
+                }
+            ],
+            [
+                {
+                    "preference": "B",
+                    "video_0": "media_data/t2v/1_a.mp4",
+                    "video_1": "media_data/t2v/1_b.mp4",
+                    "prompt": "a red cube",
+                    "criteria": "large",
+                }
+            ],
+        ),
+        (
             "omnireward_t2i",  # images in the rows themselves
             "b.parquet",
             [{**OMNI, **OMNI_PATHS, "response1": {"bytes": png(1)}, "response2": png(2)}],

@@ -106,7 +106,7 @@ def test_a_hub_id_carries_config_and_split(
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     (source,) = resolve_source(text)
     assert isinstance(source, HubSource)
-    assert list(source.rows()) == [{"asked": expected}]
+    assert list(source.rows()) == [{"asked": list(expected)}]
 
 
 @pytest.mark.parametrize(

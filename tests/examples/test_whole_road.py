@@ -128,7 +128,7 @@ def test_the_road_ends_with_a_comparison_of_all_models(
 
 def test_no_review_is_in_two_files(archive: Path) -> None:
     write = runpy.run_path(str(SCRIPT))["write_data"]
-    write(archive)
+    write(archive, Path("runs/road/data"))
     texts = [whole(row, "completion") for row in rows("texts")]
     pairs = [whole(row, name) for row in rows("pairs") for name in ("chosen", "rejected")]
     held = [whole(row, "completion") for row in rows("texts_val")]
@@ -144,7 +144,7 @@ def test_no_review_is_in_two_files(archive: Path) -> None:
     lexicon = Path("runs/road/data/lexicon.tsv").read_text()
     assert lexicon.splitlines() == ["good\t1.9", "joy\t2.8", "bore\t-1.0"]
     before = texts
-    write(archive)
+    write(archive, Path("runs/road/data"))
     assert [whole(row, "completion") for row in rows("texts")] == before
 
 
@@ -167,3 +167,27 @@ def test_a_step_that_fails_ends_the_road_with_its_status(
     said = capsys.readouterr()
     assert said.out.count("$ lrlhf") == 1
     assert "no_model" in said.err
+
+
+@pytest.mark.usefixtures("archive")
+def test_data_of_which_half_was_written_are_written_again(
+    archive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    road = runpy.run_path(str(SCRIPT))
+    write, names = road["write_whole_data"], road["write_whole_data"].__globals__
+    whole_files = names["write_files"]
+
+    def broken_off(*_: object) -> None:
+        Path("runs/road/data.part/texts.jsonl").write_text("{}")
+        Path("runs/road/data.part/old.jsonl").write_text("{}")
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(names, "write_files", broken_off)
+    with pytest.raises(KeyboardInterrupt):
+        write(archive)
+    assert not Path("runs/road/data").exists()
+    monkeypatch.setitem(names, "write_files", whole_files)
+    write(archive)
+    assert len(rows("texts")) > 5
+    assert not Path("runs/road/data/old.jsonl").exists()
+    assert not Path("runs/road/data.part").exists()

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,12 @@ def test_eight_bits_have_their_silence_at_128() -> None:
         ({"array": TONE}, "wrong type", "sampling_rate is None"),
         ({"array": TONE, "sampling_rate": 0}, "wrong type", "sampling_rate is 0"),
         ({"array": TONE, "sampling_rate": True}, "wrong type", "sampling_rate is True"),
+        ({"array": TONE, "sampling_rate": math.inf}, "wrong type", "sampling_rate is inf"),
+        ({"array": TONE, "sampling_rate": math.nan}, "wrong type", "sampling_rate is nan"),
+        ({"array": [0, 9000] * 2000, "sampling_rate": RATE}, "wrong type", "array is int64"),
+        ({"array": np.ones(4000, "uint16"), "sampling_rate": RATE}, "wrong type", "is uint16"),
+        ({"array": TONE * 2e4, "sampling_rate": RATE}, "wrong type", "floats are between -1 and 1"),
+        (Audio(TONE * 2e4, RATE), "wrong type", "floats are between -1 and 1"),
         ({"array": [["a"]], "sampling_rate": RATE}, "wrong type", "not numbers"),
         ({"array": [[1.0], [1.0, 2.0]], "sampling_rate": RATE}, "wrong type", "no array"),
         ({"array": np.ones((9, 2)), "sampling_rate": RATE}, "wrong type", "channels come first"),
@@ -135,6 +142,21 @@ def test_what_cannot_be_used_is_told(value: Any, reason: str, detail: str) -> No
     assert found.reason == reason
     assert detail in found.detail
     assert "\n" not in str(found)
+
+
+@pytest.mark.parametrize("array", [TONE * 2e4, [0, 9000] * 2000], ids=["floats", "integers"])
+def test_samples_of_unknown_loudness_are_told_before_training(array: Any) -> None:
+    with pytest.raises(MediaError) as caught:
+        check_audio({"array": array, "sampling_rate": RATE})
+    assert "divided by 32768" in caught.value.remedy
+
+
+def test_integers_are_as_loud_as_their_width_says() -> None:
+    for dtype, half in (("int8", 64), ("int16", 16384), ("int32", 2**30)):
+        held = {"array": np.full(RATE, half, dtype), "sampling_rate": RATE}
+        np.testing.assert_allclose(read_audio(held).samples, 0.5, atol=5e-3)
+    loud = read_audio({"array": np.full(RATE, 1.5), "sampling_rate": RATE})  # as mixing makes it
+    assert loud.samples.max() == 1.5
 
 
 def test_a_sound_that_is_too_long_is_refused_by_its_head() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from lrlhf.callbacks import RolloutLog
 from lrlhf.datamodules import (
+    BadDataError,
     PreferenceDataModule,
     PromptDataModule,
     ReplayDataModule,
@@ -30,6 +32,7 @@ from lrlhf.modules import (
     RewardModel,
     Update,
 )
+from lrlhf.modules.checks import refuse_idle_encoder
 from lrlhf.rewards import LearnedReward, RemoteReward, Rewards
 from lrlhf.rewards.function import RewardError
 from lrlhf.statistics.proportions import wilson_interval
@@ -268,6 +271,46 @@ def test_dpo_compares_answers_about_sounds(tmp_path: Path) -> None:
     run.fit(module, PreferenceDataModule(rows, batch_size=4, val=rows))
     # without hearing, at most half of the pairs can be right: the texts are the same
     assert float(run.callback_metrics["eval/accuracy"]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("shown", "answers"),
+    [
+        (("audio_0", "audio_1"), {"preference": "A"}),
+        (("audio_chosen", "audio_rejected"), {}),
+        (("audio_0", "audio_1"), {"candidate0": "a", "candidate1": "b", "preference": "A"}),
+    ],
+    ids=["numbered", "chosen", "with answers"],
+)
+def test_dpo_refuses_sounds_as_candidates(
+    shown: tuple[str, str], answers: dict[str, str], tmp_path: Path
+) -> None:
+    sounds = dict(zip(shown, map(sound, (300, 3000)), strict=True))
+    text = {"prompt": ASKED, "audio": sound(500), "chosen": "low", "rejected": "high"}
+    rows = [{"prompt": "a tone", **sounds, **answers}]
+    rows += [{"prompt": "x", "chosen": "low", "rejected": "high"}] * 200 if not answers else []
+    hearing = build_hearing()
+    data = PreferenceDataModule(rows, batch_size=1, shuffle=False)
+    dpo = DPO(hearing.model, tokenizer=hearing.tokenizer, processor=hearing.processor.processor)
+    with pytest.raises(BadDataError, match=f"{shown[0]}, {shown[1]}.*train a RewardModel"):
+        trainer(tmp_path).fit(dpo, data)
+    trainer(tmp_path, max_steps=1).fit(hearing_reward(build_hearing()), data)
+    with pytest.raises(BadDataError, match="train a RewardModel"):
+        trainer(tmp_path).validate(dpo, PreferenceDataModule([text], val=rows, batch_size=1))
+
+
+def test_a_strategy_that_would_wait_for_an_encoder_says_what_to_freeze(tmp_path: Path) -> None:
+    save_hearing(tmp_path / "model")
+    waits = L.Trainer(accelerator="cpu", devices=1, strategy="ddp", logger=False)
+    hearing = build_hearing()
+    parts = ["audio_tower", "multi_modal_projector"]
+    with pytest.raises(ValueError, match=rf"freeze it \(freeze: \[{', '.join(parts)}\]\)"):
+        refuse_idle_encoder(waits, hearing.model, hearing.processor)
+    advised = CausalLM(source=str(tmp_path / "model"), freeze=parts).load()
+    refuse_idle_encoder(waits, advised, hearing.processor)
+    rest = CausalLM(source=str(tmp_path / "model"), freeze=parts[:1]).load()
+    with pytest.raises(ValueError, match=r"freeze: \[multi_modal_projector\]"):
+        refuse_idle_encoder(waits, rest, hearing.processor)
 
 
 def test_adapters_of_the_language_model_leave_the_encoder_as_it_is(

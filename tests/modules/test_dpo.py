@@ -13,9 +13,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.datamodules import PreferenceDataModule
 from lrlhf.functional.preference import PreferenceLoss
+from lrlhf.guard.dump_replay import replay_dump
 from lrlhf.models import CausalLM, LoRA, ReferencePolicy
 from lrlhf.modules import DPO, Guard, OptimizerConfig
-from lrlhf.types import SequenceBatch
+from lrlhf.modules.pairs.pair_module import PairOutputs
+from lrlhf.modules.pairs.pair_step import PairScores
+from lrlhf.types import PreferenceBatch, SequenceBatch
 from tests.conftest import build_language_model
 from tests.modules.language_runs import SGD, fit, gradients, loader, pairs, weights
 from tests.modules.reward_runs import trainer
@@ -204,13 +207,11 @@ ROWS = [
 ]
 
 
-def trained(
-    module: DPO, folder: Path, rows: list[dict[str, str]] = ROWS, **data: Any
-) -> dict[str, Tensor]:
+def trained(module: DPO, folder: Path, precision: Any = None, **data: Any) -> dict[str, Tensor]:
     """Its weights after two epochs of shuffled rows and an evaluation."""
     options: dict[str, Any] = {"batch_size": 3, "val_batch_size": 2, "val_size": 2} | data
-    run = trainer(folder, max_epochs=2)
-    run.fit(module, PreferenceDataModule(rows, **options))
+    run = trainer(folder, max_epochs=2, precision=precision)
+    run.fit(module, PreferenceDataModule(ROWS, **options))
     return weights(module)
 
 
@@ -232,12 +233,56 @@ def test_what_the_reference_said_beforehand_trains_alike(
     assert any(bool((found[name] != weight).any()) for name, weight in weights(module()).items())
 
 
-def test_in_batches_of_the_same_rows_they_are_the_same_bits(build: Build, tmp_path: Path) -> None:
-    same = {"shuffle": False, "batch_size": len(ROWS), "val_size": 0}
-    adamw = OptimizerConfig(lr=1e-2)
-    expected = trained(build(optimizer=adamw), tmp_path, **same)
-    found = trained(build(optimizer=adamw, precompute_reference=True), tmp_path, **same)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_in_batches_of_the_same_rows_they_are_the_same_bits(
+    build: Build, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, precision: str
+) -> None:
+    same = {"shuffle": False, "batch_size": len(ROWS), "val_size": 0, "precision": precision}
+    options: dict[str, Any] = {"optimizer": OptimizerConfig(lr=1e-2)}
+    expected = trained(build(build_language_model(tokenizer), **options), tmp_path, **same)
+    options["precompute_reference"] = True
+    found = trained(build(build_language_model(tokenizer), **options), tmp_path, **same)
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+def test_a_reference_that_is_asked_beforehand_says_the_same_in_mixed_precision(
+    build: Build, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """A policy that has not moved has rewards of 0, and a loss of log 2."""
+    module = build(build_language_model(tokenizer), precompute_reference=True)
+    run = trainer(tmp_path, max_steps=1, precision="bf16-mixed")
+    run.fit(module, PreferenceDataModule(ROWS, batch_size=len(ROWS), shuffle=False))
+    assert float(run.callback_metrics["train/loss"]) == pytest.approx(math.log(2), abs=1e-6)
+
+
+class Broken(DPO):
+    """Its gradient is not finite."""
+
+    def outputs_of(self, batch: PreferenceBatch) -> PairOutputs:
+        outputs = super().outputs_of(batch)
+        scores = PairScores(*(part * math.inf for part in outputs.scores))
+        return outputs._replace(scores=scores)
+
+
+def test_a_step_of_a_run_that_asked_beforehand_can_be_taken_again(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    def module() -> Broken:
+        guard = Guard(max_skipped=1, dirpath=tmp_path / "dumps")
+        policy = build_language_model(tokenizer).double()
+        return Broken(policy, tokenizer=tokenizer, precompute_reference=True, guard=guard)
+
+    run = trainer(tmp_path, max_steps=1)
+    run.fit(module(), PreferenceDataModule(ROWS, batch_size=4))
+    (dump,) = (tmp_path / "dumps").iterdir()
+    assert replay_dump(module(), dump).reproduced
+
+
+def test_data_of_an_earlier_fit_are_not_what_is_asked_about(build: Build, tmp_path: Path) -> None:
+    run = trainer(tmp_path, max_epochs=1)
+    run.fit(build(), PreferenceDataModule(ROWS, batch_size=4))
+    with pytest.raises(ValueError, match="train with a PreferenceDataModule"):
+        run.fit(build(precompute_reference=True), loader([pairs(PAIRS)]))
 
 
 def test_the_reference_is_asked_about_each_row_once(

@@ -5,6 +5,7 @@ import json
 import logging
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor
@@ -78,6 +79,44 @@ def test_pairs_from_before_a_resume_keep_their_source() -> None:
     second.resume([first.seen()], one_process())
     found = {number: own.metrics["accuracy"] for number, own in second.compute().sources.items()}
     assert found == {0: 1.0, 1: 0.0}
+
+
+class AfterOne(L.Callback):
+    """Saves after the first batch, and sees the sources of the pairs that a run begins with."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.found: list[list[int]] = []
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        kept = pl_module.train_metrics.seen()  # type: ignore[operator,union-attr]
+        self.found.append(kept["sources"].tolist() if kept else [])
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
+        if trainer.global_step == 1:
+            trainer.save_checkpoint(self.path)
+
+
+def test_pairs_from_before_a_resume_with_other_data_keep_their_source(
+    files: tuple[str, str], model_folder: str, tmp_path: Path
+) -> None:
+    more = [f"{tmp_path}/{name}.jsonl" for name in ("new", "other")]
+    for path in more:
+        Path(path).write_text("\n".join(map(json.dumps, pairs(LETTERS))))
+    watch = AfterOne(tmp_path / "one.ckpt")
+
+    def run(train: list[str], ckpt_path: Path | None = None) -> set[str]:
+        module = RewardModel(model_folder, optimizer=STILL, seed=1)
+        # the first batch has four pairs of the first file and one of the second
+        options = {"shuffle": False, "batch_size": 5, "accept_changed_data": True}
+        goes = trainer(tmp_path, max_epochs=1, log_every_n_steps=100, callbacks=[watch])
+        goes.fit(module, PreferenceDataModule([*train], **options), ckpt_path=ckpt_path)
+        return {name.split("/")[2] for name in goes.logged_metrics if "/source/" in name}
+
+    run([*files])
+    assert run([more[0], files[1], more[1]], watch.path) == {"new", "safe", "other"}
+    assert run([more[0], more[1]], watch.path) == {"new", "other"}
+    assert watch.found == [[], [-1] * 4 + [1], [-1] * 5]
 
 
 def module_of(kind: type, model_folder: str, tokenizer) -> RewardModel | DPO:
@@ -167,3 +206,4 @@ def test_names_that_metrics_can_have() -> None:
         "b/x.jsonl": "b_x.jsonl",
         "list 1": "list_1",
     }
+    assert list(distinct_names(["C", "C++", "C#", "C_2"]).values()) == ["C", "C_2", "C_3", "C_2_2"]

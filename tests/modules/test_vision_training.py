@@ -311,7 +311,7 @@ def test_a_learned_reward_looks_once_at_an_image_however_many_responses_it_has(
 def test_a_strategy_that_would_wait_for_an_encoder_is_refused() -> None:
     vlm = build_vlm("qwen2_vl")
     waits = L.Trainer(accelerator="cpu", devices=1, strategy="ddp", logger=False)
-    with pytest.raises(ValueError, match="ddp_find_unused_parameters_true"):
+    with pytest.raises(ValueError, match=r"ddp_find_unused_parameters_true.*freeze_vision: true"):
         refuse_idle_encoder(waits, vlm.model, vlm.processor)
     refuse_idle_encoder(waits, vlm.model, None)
     vlm.model.base_model.get_encoder("image").requires_grad_(False)

@@ -140,6 +140,18 @@ def test_questions_that_leave_no_room_for_the_reply_have_no_value(
     assert sum(engine.calls) == 2
 
 
+def test_prompts_with_sounds_are_refused_rather_than_judged_unheard(
+    model_folder: str, says: Says
+) -> None:
+    says(likes_the_longer)
+    reward = GenerativeReward(model_folder, **OPTIONS)
+    given: dict[str, Any] = {"prompts": ["why?"] * 2, "completions": ["x", "xx"]}
+    given |= {"log_metric": lambda *_: None, "log_extra": lambda *_: None}
+    with pytest.raises(RewardError, match="cannot be played the sounds"):
+        reward(**given, audios=[[], ["a sound"]])
+    assert reward(**given, audios=[[], []]) == [0.0, 1.0]
+
+
 # ---------------------------------------------------------------------- the model itself
 
 

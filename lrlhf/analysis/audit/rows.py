@@ -222,7 +222,9 @@ def _audited_kind(kind: RowKind[Any, Any, Any], parser: Parser) -> RowKind[Any, 
         else:
             own = _of_prompt(said, contents.seen)
         column = parser.column if isinstance(parser, PromptParser) else parser.prompt_column
-        given = row.get(column)
+        # beside messages, or a whole text, nobody reads a prompt
+        read = not isinstance(parser, SupervisedParser) or parser.completion_column in row
+        given = row.get(column) if read else None
         if isinstance(given, str) and not given.strip():
             own = replace(own, blank=f"column {column!r}")
         return _Draft(parsed, own)

@@ -83,6 +83,11 @@ def _read(folder: Path, step: int, path: Path, temperature: float | None) -> Eva
     there: dict[float | None, None] = {}
     for number, record in enumerate(records(path), start=1):
         known = "score" in record or isinstance(record.get("labels"), Mapping)
+        if "steps" in record:
+            raise ValueError(
+                f"{path} is of a process reward model, whose steps are not compared: compare the "
+                "metrics of both evaluations, eval/… in metrics.csv"
+            )
         if not (known or _is_given(record)):
             raise ValueError(
                 f"{path}, line {number} has neither a score nor labels nor the log-probability of "

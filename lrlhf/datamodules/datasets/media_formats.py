@@ -148,7 +148,7 @@ class Generic(MediaFormat):
                 "audio_1",
             )
         candidates = [f"{kind}_{index}" for kind in kinds or ["image"] for index in (0, 1)]
-        media = {column: media_of(row, (column,), folder, root) for column in candidates}
+        media = {column: _held_or_named(row, column, folder, root) for column in candidates}
         others = {column for suffix in ("", "_0", "_1") for column in media_columns(suffix)}
         shown = {
             column: _all_media_of(row[column], column, folder, root)
@@ -161,9 +161,16 @@ def _all_media_of(value: object, column: str, folder: Path, root: Path | None) -
     """Read a cell as `media_of`, also lists (of lists) of media."""
     if isinstance(value, list):
         return [_all_media_of(one, column, folder, root) for one in value]
-    if isinstance(value, str) and value.startswith("data:"):
+    return _held_or_named({column: value}, column, folder, root)
+
+
+def _held_or_named(row: Row, column: str, folder: Path, root: Path | None) -> Any:
+    """Read a cell as `media_of`, or return samples and addresses that hold the file as they are."""
+    value = row.get(column)
+    samples = isinstance(value, Mapping) and value.get("array") is not None
+    if samples or (isinstance(value, str) and value.startswith("data:")):
         return value
-    return media_of({column: value}, (column,), folder, root)
+    return media_of(row, (column,), folder, root)
 
 
 def media_of(row: Row, columns: Sequence[str], folder: Path, root: Path | None) -> str | bytes:

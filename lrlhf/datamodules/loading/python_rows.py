@@ -19,6 +19,10 @@ ACCEPTED = (
 )
 
 
+_EMBEDDED = 16
+"""Rows whose files are read at once."""
+
+
 @runtime_checkable
 class Rows(Protocol):
     """Holds rows: a list of dicts, a dict of columns, a table, or a data set with a length."""
@@ -201,18 +205,27 @@ def _raw_rows(data: Any) -> Iterator[Any]:
 
 
 def _hub_rows(data: Any) -> Iterator[Any]:
-    """Go through a ``datasets.Dataset``, its media as the bytes or paths that it holds."""
+    """Go through a ``datasets.Dataset``, its media as the bytes or paths that it holds.
+
+    Of one from the hub they are always bytes, because its rows may name no files.
+    """
     if data.format["type"] == "custom":  # the user's own transform makes the rows
         return (data[index] for index in range(len(data)))
-    features = data.features
-    if folder_of(data) is None:
-        features = type(features)({name: _undecoded(value) for name, value in features.items()})
+    given = data.features
+    features = type(given)({name: _undecoded(value) for name, value in given.items()})
+    embeds = features != given and folder_of(data) is FOREIGN
     tables = data.with_format("arrow", columns=data.format["columns"])
+    # of few rows, as a table holds no more than 2 GiB of bytes
     return (
         features.decode_example(row)
-        for table in tables.iter(batch_size=1000)
-        for row in table.to_pylist()
+        for table in tables.iter(batch_size=_EMBEDDED if embeds else 1000)
+        for row in (_with_bytes(table) if embeds else table).to_pylist()
     )
+
+
+def _with_bytes(table: Any) -> Any:
+    """Put the files that media columns name into an Arrow table."""
+    return importlib.import_module("datasets.table").embed_table_storage(table)
 
 
 def _undecoded(feature: Any) -> Any:

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, TypeGuard, cast
 
@@ -222,12 +223,12 @@ class HubSource(Source):
         self._load()
 
     def rows(self) -> Iterable[Row | BadRow]:
-        yield from self._load()
+        return read_rows(self._load(), name=self.name)
 
-    def _load(self) -> Iterable[Row]:
+    def _load(self) -> Rows:
         datasets = import_module("datasets")  # with pyarrow and pandas, half a second
         try:
-            rows: Iterable[Row] = datasets.load_dataset(self._id, self._config, split=self._split)
+            rows: Rows = datasets.load_dataset(self._id, self._config, split=self._split)
             return rows
         except (OSError, ValueError) as error:
             near = nearest_path(Path(self._dataset))
@@ -325,7 +326,8 @@ def distinct_names(sources: Iterable[str]) -> dict[str, str]:
     """Return a short name for each source that can be a part of a metric's.
 
     That is the last part of a path without the ending of data files, ``helpful`` for
-    ``data/helpful.jsonl``; where two would be the same, all of the path without slashes.
+    ``data/helpful.jsonl``; where two would be the same, all of the path without slashes, and a
+    number where these are the same too.
     """
     whole = {one: re.sub(r"[^\w.@:=-]+", "_", hide(one)).strip("_") or "_" for one in sources}
     last = {one: one.rstrip("/").rpartition("/")[2] for one in whole}
@@ -333,7 +335,17 @@ def distinct_names(sources: Iterable[str]) -> dict[str, str]:
         one: re.sub(r"[^\w.@:=-]+", "_", re.sub(r"\.(jsonl?|parquet|csv)(\.gz)?$", "", hide(end)))
         for one, end in last.items()
     }
-    return short if len({*short.values()} - {""}) == len(short) else whole
+    return short if len({*short.values()} - {""}) == len(short) else _numbered(whole)
+
+
+def _numbered(names: Mapping[str, str]) -> dict[str, str]:
+    """Append _2, _3, … to names that are there before."""
+    distinct: dict[str, str] = {}
+    for one, name in names.items():
+        further = (f"{name}_{number}" for number in count(2))
+        tried = chain([name], further)
+        distinct[one] = next(name for name in tried if name not in distinct.values())
+    return distinct
 
 
 def _files(source: str, paths: Sequence[Path], what: str) -> tuple[Source, ...]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.datamodules.loading.sources import Row
-from lrlhf.datamodules.rows.bad_rows import BadRow, missing_column
+from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, missing_column
 from lrlhf.datamodules.rows.chat import ChatFormat, read_messages
 from lrlhf.datamodules.rows.collate import Candidate, PairRow
 from lrlhf.datamodules.rows.columns import text_of
@@ -87,6 +87,8 @@ class PreferenceParser:
     as_chat: bool = False
     hh_as_chat: bool = False
     instruction: PromptTemplate | None = None
+    answers_only: bool = False
+    """The module learns to write the candidates, which cannot be images then."""
 
     def __call__(self, row: Row, folder: Path | None = None) -> PairDraft:
         """Parse one row, or raise `BadRow`; relative paths start from ``folder``."""
@@ -111,6 +113,8 @@ class PreferenceParser:
             own = [self.media.of_columns(row, folder, suffix) for suffix in suffixes]
             if not any(own):
                 continue
+            if self.answers_only:
+                raise _no_answers(row, suffixes)
             shared = self.media.of_columns(row, folder)
             for name, suffix, refs in zip(names, suffixes, own, strict=True):
                 if not refs and row.get(name) is None:
@@ -201,6 +205,16 @@ class PreferenceParser:
             refs.append(shown + more)
         pair = TextPair(Text(before, True), (texts[0], texts[1]), (refs[0], refs[1]), shown)
         return pair, before
+
+
+def _no_answers(row: Row, suffixes: Sequence[str]) -> BadDataError:
+    named = {column for suffix in suffixes for column in media_columns(suffix)}
+    shown = ", ".join(sorted(named & row.keys()))
+    return BadDataError(
+        f"a row has images, videos or audio as its candidates ({shown}), which a policy cannot "
+        "learn to write: train a RewardModel on such pairs; for DPO put what both answers are "
+        "about into image, video or audio, and the answers into chosen and rejected"
+    )
 
 
 def candidate_columns(row: Row, given: tuple[str, str] = ("chosen", "rejected")) -> tuple[str, str]:

@@ -143,6 +143,19 @@ class RewardMetrics(Metric):
             scores0, scores1, labels, losses = pairs.unbind(dim=-1)
             self.update(scores0, scores1, losses, labels, lengths, sources=part.get("sources"))
 
+    @staticmethod
+    def renumbered(seen: Mapping[str, Tensor], numbers: Sequence[int]) -> dict[str, Tensor]:
+        """Return what was `seen`, its sources counted otherwise.
+
+        Args:
+            seen: Of one rank.
+            numbers: Of each source by its number then; -1: it is no more.
+        """
+        if "sources" not in seen:  # from before there were any
+            return dict(seen)
+        # -1, which stands for no source, is the last index
+        return {**seen, "sources": torch.tensor([*numbers, -1])[seen["sources"]]}
+
     def compute(self) -> RewardSummary:
         """Return every metric that the collected pairs define, and the pairs themselves."""
         states = (self.pairs, self.lengths, self.sets, self.sources)

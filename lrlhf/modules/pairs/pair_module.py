@@ -373,9 +373,15 @@ class _UnloggedPairs:
         self._metrics = metrics
 
     def state_dict(self) -> dict[str, Any]:
-        return {"ranks": Collectives(self._module.trainer).gather(self._metrics.seen())}
+        trainer = self._module.trainer
+        seen = Collectives(trainer).gather(self._metrics.seen())
+        return {"ranks": seen, "sources": list(source_names(trainer))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         trainer = trainer_of(self._module)
         if trainer is not None:  # a run that goes on, not a model that is loaded
-            self._metrics.resume(state["ranks"], Collectives(trainer))
+            # the data may have changed, and its sources have other numbers
+            numbers = {source: number for number, source in enumerate(source_names(trainer))}
+            now = [numbers.get(source, -1) for source in state.get("sources", ())]
+            seen = [self._metrics.renumbered(one, now) for one in state["ranks"]]
+            self._metrics.resume(seen, Collectives(trainer))

@@ -18,6 +18,7 @@ from lrlhf.datamodules.loading.sources import resolve_source
 from lrlhf.datamodules.loading.splits import FirstRows
 from lrlhf.datamodules.loading.validation import is_named
 from lrlhf.functional.names import import_value
+from lrlhf.modules import DPO
 from lrlhf.planning.checks.mistake import MistakeError
 from lrlhf.planning.checks.models import TrainedModel
 from lrlhf.planning.config_entries import class_of, is_a, is_ours, options_of
@@ -103,7 +104,10 @@ def check_rows(
     assert isinstance(module, TextDataModule)
     heads = options_of(options_of(model).get("model")).get("heads")
     beside = SimpleNamespace(
-        tokenizer=trained.tokenizer(), processor=trained.processor(), head_names=heads
+        tokenizer=trained.tokenizer(),
+        processor=trained.processor(),
+        head_names=heads,
+        answers_only=is_a(model, DPO),
     )
     try:
         splits = module.first_rows(beside, ROWS)

@@ -207,6 +207,14 @@ def test_several_seeds_are_rows_and_several_sides_are_corrected() -> None:
     assert needs == [2, None]  # what one seed of a side would do again is not known
 
 
+def test_evaluations_of_process_reward_models_are_told_to_be_compared_by_their_metrics() -> None:
+    steps = [{"text": "1 + 1 = 2", "label": 1.0, "probability": 0.9}]
+    for name in ("a", "b"):
+        write_run(name, [{"prompt": "what?", "steps": steps, "row": 0, "source": "x"}])
+    with pytest.raises(ValueError, match="of a process reward model, whose steps are not compared"):
+        compare_runs({"a": ["a"], "b": ["b"]})
+
+
 def test_what_is_no_evaluation_is_refused() -> None:
     with pytest.raises(ValueError, match="line 1 has neither a score nor labels"):
         compared([{"text": "?"}], scored(B))
