@@ -19,4 +19,3 @@ if __name__ == "__main__":
     data = PreferenceDataModule(train=pairs, val_size=16, batch_size=16)
     trainer = Trainer(max_steps=20, default_root_dir="runs/reward_lrlhf")
     trainer.fit(module, data)
-    print(module.score("2 + 2 =", [" 4", " 5"]))

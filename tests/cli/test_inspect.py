@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import re
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from tests.cli.experiment import experiment
 
 
 def data_of(page: str) -> dict[str, Any]:
-    found = re.search(r'<script[^>]*type="application/json"[^>]*>(.*?)</script>', page, re.DOTALL)
+    found = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)
     assert found is not None
-    loaded: dict[str, Any] = json.loads(found[1])
+    loaded: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(found[1])))
     return loaded
 
 
