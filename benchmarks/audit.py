@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 _VOCABULARY = 20_000
-_SYLLABLES = [first + vowel for first in "bcdfghlmnprstvw" for vowel in "aeiou"]
+_SYLLABLES = [c + v for c in (*"bcdfghlmnprstvw", "st", "tr", "ch") for v in "aeiou"]
 _WORDS = {"prompt": 35, "chosen": 60, "rejected": 60}
 """Of each column; about six letters each."""
 _CHANGED = 100
