@@ -31,7 +31,7 @@ class MediaRefs:
     audios: tuple[Any, ...] = ()
 
     def __len__(self) -> int:
-        return len(self.everything)
+        return len(self.images) + len(self.videos) + len(self.audios)
 
     def __add__(self, other: MediaRefs) -> MediaRefs:
         return MediaRefs(

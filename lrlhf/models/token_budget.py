@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
+from lrlhf.models.peak_memory import begin_anew
+
 FIRST_TOKENS = 2048
 """Tokens of the first micro-batches, of which nothing is known yet; a single row may have more."""
 
@@ -62,7 +64,7 @@ class CudaMemory:
         return torch.cuda.max_memory_allocated(self._device)
 
     def reset_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
+        begin_anew(self._device)
 
 
 def memory_of(device: torch.device) -> DeviceMemory | None:

@@ -169,7 +169,7 @@ class RowModule(TrainingModule, Generic[RowsT]):
             self._take(self.rows_of(batch, training=True), it, batch.places)
         self.advance_schedule(0)
         self.token_budget.settle(it.ranks.least)
-        it.measure_times(float(batch.attention_mask.sum()))
+        it.measure_costs(float(batch.attention_mask.sum()))
         for name, count in self.step_guard.metrics().items():
             it.metrics.add(name, count, 1.0)
         for name, value in self.derived(it.metrics.reduce(it.ranks, it.device)).items():

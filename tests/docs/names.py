@@ -184,6 +184,7 @@ def public_classes() -> dict[str, Any]:
     return {
         name: getattr(import_module(module), name)
         for module, names in public_names().items()
+        if module.count(".") < 2  # packages inside of these may need what is not installed
         for name in names
     }
 

@@ -10,15 +10,21 @@ ROOT = PACKAGE.parent
 
 
 def public_names() -> dict[str, set[str]]:
-    """Public names by the package that exports them, read without importing anything."""
-    files = [PACKAGE / "__init__.py", *sorted(PACKAGE.glob("*/__init__.py")), PACKAGE / "types.py"]
-    found = {}
-    for file in files:
+    """Public names by the package that exports them, read without importing anything.
+
+    What a package inside of another one exports is left out where the outer one exports it too.
+    """
+    files = [*sorted(PACKAGE.rglob("__init__.py")), PACKAGE / "types.py"]
+    found: dict[str, set[str]] = {}
+    for file in sorted(files, key=lambda path: len(path.parts)):
         module = ".".join(file.with_suffix("").relative_to(ROOT).parts).removesuffix(".__init__")
-        if names := exported(ast.parse(file.read_text(encoding="utf-8"))):
+        names = exported(ast.parse(file.read_text(encoding="utf-8")))
+        if file.name == "types.py":
+            names = classes(file)
+        if module.count(".") > 1:
+            names -= found.get(module.rpartition(".")[0], set())
+        if names:
             found[module] = names
-        elif file.name == "types.py":
-            found[module] = classes(file)
     return found
 
 

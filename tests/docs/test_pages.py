@@ -63,6 +63,14 @@ def test_the_navigation_has_every_page_once() -> None:
     assert sorted(entries(nav)) == sorted(pages)
 
 
+def test_packages_inside_of_others_are_public_too() -> None:
+    names = public_names()
+    assert names["lrlhf.analysis.inspector"] == {"write_inspector"}
+    assert "compare_runs" in names["lrlhf.analysis.compare"]
+    # lrlhf.rollout exports both engines
+    assert "lrlhf.rollout.vllm" not in names
+
+
 def test_the_reference_has_every_public_package() -> None:
     text = "\n".join(page.read_text(encoding="utf-8") for page in DOCS.glob("reference/*.md"))
     assert public_names().keys() - re.findall(r"^::: (\S+)$", text, re.MULTILINE) == set()

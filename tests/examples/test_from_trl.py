@@ -20,7 +20,8 @@ def test_the_page_shows_the_files_as_they_are() -> None:
     page = (ROOT / "docs" / "from_trl.md").read_text()
     blocks = re.findall(r"^```(?:python|yaml)\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
     assert blocks == [
-        (SCRIPTS / name).read_text() for name in ("rloo_trl.py", "rloo_lrlhf.py", "rloo.yaml")
+        (SCRIPTS / name).read_text()
+        for name in ("rloo_trl.py", "rloo_lrlhf.py", "rloo.yaml", "reward_lrlhf.py")
     ]
 
 
@@ -51,6 +52,18 @@ def test_script_and_config_train_alike(
     for folder in (Path("runs/rloo_lrlhf"), Path("runs/rloo_yaml")):
         assert (folder / "export" / "final" / "model.safetensors").exists()
         assert (folder / "checkpoints" / "last.ckpt").exists()
+
+
+@pytest.mark.slow
+def test_the_script_of_a_reward_model_runs(
+    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["reward_lrlhf.py", model_folder])
+    script = runpy.run_path(str(SCRIPTS / "reward_lrlhf.py"), run_name="__main__")
+    assert script["trainer"].global_step == 20
+    assert Path("runs/reward_lrlhf/export/final/model.safetensors").exists()
+    assert "reward_model/accuracy" in Path("runs/reward_lrlhf/metrics.csv").read_text()
 
 
 def functions_of(script: Path) -> dict[str, str]:

@@ -25,7 +25,7 @@ train/loss rollout/score rollout/score_std rollout/response_length rollout/trunc
 rollout/zero_variance_groups rewards/letters/mean rewards/letters/std policy/loss policy/approx_kl
 policy/clip_fraction policy/ratio_max policy/grad_norm kl/reference kl/sequence kl/coef
 mismatch/mean mismatch/max mismatch/kl perf/generate_s perf/reward_s perf/logprob_s perf/update_s
-perf/tokens_per_s perf/padding_fraction eval/score
+perf/tokens_per_s perf/memory_gib perf/padding_fraction eval/score
 """
 
 

@@ -121,6 +121,7 @@ def test_micro_batches_and_packing_do_not_matter(
     assert_same(found, expected)
     padded = float(logged["perf/padding_fraction"])
     assert (padded > 0) is (attention == "eager" and limit == 14)
+    assert logged["perf/memory_gib"] > 0.1  # torch alone takes more
 
 
 def test_an_optimizer_step_weighs_tokens_and_not_rows(build: Build, tmp_path: Path) -> None:

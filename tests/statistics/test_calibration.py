@@ -68,15 +68,15 @@ def test_two_checkpoints_that_are_equal_are_told_apart_in_five_percent(
     count: int, similar: bool
 ) -> None:
     generator = np.random.default_rng(count)
-    found = 0
-    for _ in range(200):
+    trials, found = 2000, 0
+    for _ in range(trials):
         chance = difficulties(generator, count)
         a, b = (answers(generator, count, difficulty=chance) for _ in range(2))
         if similar:  # nine answers in ten are the same
             b = np.where(generator.random(b.shape) < 0.9, a, b)
         found += paired_difference(a, b).p_value <= 0.05
-    tell(f"A/A n={count} similar={similar}: {found / 200:.3f}")
-    assert at_most(found / 200, 0.05, 200)
+    tell(f"A/A n={count} similar={similar}: {found / trials:.4f}")
+    assert at_most(found / trials, 0.05, trials)
 
 
 def bootstrap_rejects(a: Scores, b: Scores, generator: np.random.Generator) -> bool:

@@ -13,7 +13,8 @@ from lrlhf.media.decode import check_image
 UNREADABLE = FaultKind(
     "bad media",
     "error",
-    "An image or video is missing, damaged, or does not fit the text; a run leaves the row out.",
+    "An image, video or sound is missing, damaged, or does not fit the text; a run leaves the row "
+    "out.",
     "Repair or download the files, or leave these rows out.",
 )
 TINY = FaultKind(

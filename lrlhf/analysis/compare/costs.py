@@ -13,6 +13,8 @@ from lrlhf.analysis.run_files import RunFiles
 _SECONDS = "_s"
 _PEAK = "allocated_bytes.all.peak"
 """End of what DeviceStatsMonitor calls the most memory that a GPU's tensors took."""
+_OWN_PEAK = "perf/memory_gib"
+"""The same of the rank that took the most; without a GPU what the process had in memory."""
 _GIB = 2**30
 
 
@@ -26,7 +28,7 @@ class Cost(NamedTuple):
     seconds: dict[str, float]
     """By phase of an iteration: mean over the logged steps, times all steps."""
     peak_gib: float | None
-    """GPU memory, of the process that logs."""
+    """The most memory that one process took: on its GPU, or without one in all."""
 
     @property
     def total_seconds(self) -> float | None:
@@ -41,7 +43,9 @@ def cost_of(folder: Path) -> Cost:
     """
     metrics, timings = (_columns(folder / name) for name in ("metrics.csv", "timings.csv"))
     steps = int(max(metrics["step"])) if metrics.get("step") else None
-    peaks = [max(values) for name, values in metrics.items() if name.endswith(_PEAK)]
+    columns = metrics | timings
+    peaks = [max(own) / _GIB for name, own in columns.items() if name.endswith(_PEAK)]
+    peaks += columns.get(_OWN_PEAK, [])
     lengths = [record.get("length") for record in RunFiles(folder).responses()]
     counted = [length for length in lengths if isinstance(length, int)]
     return Cost(
@@ -52,10 +56,10 @@ def cost_of(folder: Path) -> Cost:
             name.removeprefix("perf/").removesuffix(_SECONDS): math.fsum(values)
             / len(values)
             * (steps or len(values))
-            for name, values in (metrics | timings).items()
+            for name, values in columns.items()
             if _is_phase(name)
         },
-        peak_gib=max(peaks) / _GIB if peaks else None,
+        peak_gib=max(peaks, default=None),
     )
 
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lrlhf.guard import Anomaly, Guard, Retaken, StepBundle
 from lrlhf.guard.guard_settings import refuse_policy_limits
+from lrlhf.models.peak_memory import GIB, PEAK_MEMORY, peak_memory
 from lrlhf.modules.base import TrainingModule
 from lrlhf.modules.checks import refuse_other_batch, uses_loss_scaler
 from lrlhf.modules.metrics.measurement import Measurement
@@ -290,6 +291,7 @@ class PairModule(TrainingModule):
     # ---- logging
 
     def _log_training(self, norm: float) -> None:
+        self._values.maximum(PEAK_MEMORY, peak_memory(self.device) / GIB)
         values = {**self.step_guard.metrics(), "train/grad_norm": norm}
         values |= self._values.reduce(Collectives(self.trainer), self.device)
         self._values = MetricSums()

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import lightning as L
 import torch
 
+from lrlhf.models.peak_memory import GIB, PEAK_MEMORY, peak_memory
 from lrlhf.modules.base import TrainingModule
 from lrlhf.modules.metrics.metric_sums import MetricSums
 from lrlhf.rollout import RolloutListener
@@ -102,8 +103,9 @@ class Iteration:
         for listener in self._listeners():
             listener.on_rollout(self.trainer, self.module, experience, records)
 
-    def measure_times(self, tokens: float) -> None:
-        """Report how long each phase took, and how many tokens of this rank went through."""
+    def measure_costs(self, tokens: float) -> None:
+        """Report seconds by phase, memory, and how many tokens of this rank went through."""
+        self.metrics.maximum(PEAK_MEMORY, peak_memory(self.device) / GIB)
         for phase, seconds in self._seconds.items():
             self.metrics.maximum(f"perf/{phase}_s", seconds)
         busy = sum(self._seconds.values())

@@ -69,6 +69,11 @@ def test_costs_are_added_up() -> None:
     assert cost.seconds == {"generate": pytest.approx(6.0)}
     assert cost.total_seconds == pytest.approx(6.0)
     assert cost.peak_gib == 3.0
+    # what the run itself has logged counts too
+    (folder / "timings.csv").write_text("step,perf/memory_gib\n2,1.5\n4,3.5\n")
+    assert cost_of(folder).peak_gib == 3.5
+    (folder / "metrics.csv").write_text("step,rollout/score\n4,0.5\n")
+    assert cost_of(folder).peak_gib == 3.5
     (folder / "timings.csv").write_text("step,perf/generate_s\n2,soon\n")
     with pytest.raises(ValueError, match="generate_s is 'soon', which is no number"):
         cost_of(folder)

@@ -257,6 +257,30 @@ def test_two_evaluations_of_a_prompt_are_compared_word_by_word(
     page.context.close()
 
 
+def test_evaluations_at_several_temperatures_are_lines_of_their_own(
+    opened: Opened, tmp_path: Path
+) -> None:
+    for step, scores in ((1, {0.0: 1.0, 1.0: 5.0}), (2, {0.0: 2.0, 1.0: 9.0})):
+        lines = [plain(step, "p", f"{t:g}", own, temperature=t) for t, own in scores.items()]
+        write_lines(tmp_path / f"eval_scores_{step}.jsonl", lines)
+    write_inspector([tmp_path], tmp_path / "page.html")
+    page = opened(tmp_path / "page.html", "prompt/0")
+    page.wait_for_selector(".through .plot .scatterlayer path", state="attached")
+    lines = page.evaluate(
+        "document.querySelector('.through .plot').data.filter((one) => one.mode === 'lines')"
+        ".map((one) => [...one.y])"
+    )
+    assert lines == [[1.0, 2.0], [5.0, 9.0]]
+    names = page.locator(".through .plot .legendtext").all_text_contents()
+    assert names == ["evaluation at temperature 0", "evaluation at temperature 1"]
+    # the first and the last one at the same temperature
+    chosen = page.get_by_label("To").locator("option:checked")
+    assert chosen.inner_text() == "evaluation at temperature 0, step 2, score 2"
+    # the mean of 1 and 4
+    assert page.locator(".side .rose").inner_text() == "+2.5"
+    page.context.close()
+
+
 def test_a_long_difference_is_found_quickly_and_puts_both_texts_together_again(
     opened: Opened, tmp_path: Path
 ) -> None:

@@ -16,6 +16,11 @@ const asked = (row) => {
   return last ? messageText(last.content) : prompt(row);
 };
 const isEvaluation = (row) => cell("evaluation", row) === 1;
+// At which temperature an evaluation sampled; null: training, or the line does not say.
+const temperature = (row) => {
+  const told = isEvaluation(row) ? json(data.responses.more.temperature?.[row] ?? NOTHING) : null;
+  return typeof told === "number" ? told : null;
+};
 const media = (row) => json(cell("media", row)) ?? [];
 const allRows = () => Array.from({ length: data.responses.size }, (_, row) => row);
 const several = () => data.runs.length > 1;

@@ -26,18 +26,18 @@ const promptOf = (row) => { groupPrompts(); return groupOfRow[row]; };
 
 const mean = (values) => (values.length ? values.reduce((a, b) => a + b, 0) / values.length : null);
 
-// The scores of rows in the order of their steps, by run and kind: training samples otherwise than an evaluation.
+// The scores of rows in the order of their steps, by run, kind and temperature: training samples otherwise than an evaluation.
 const seriesOf = (rows) => {
   const found = new Map();
   for (const row of rows.filter((row) => cell("score", row) !== null)) {
-    const run = cell("run", row), kind = cell("evaluation", row), key = 2 * run + kind, step = cell("step", row);
-    if (!found.has(key)) found.set(key, { key, run, kind, rows: [], scores: new Map() });
+    const run = cell("run", row), kind = cell("evaluation", row), heat = temperature(row), key = `${run} ${kind} ${heat}`, step = cell("step", row);
+    if (!found.has(key)) found.set(key, { run, kind, heat, rows: [], scores: new Map() });
     const series = found.get(key);
     if (!series.scores.has(step)) series.scores.set(step, []);
     series.scores.get(step).push(cell("score", row));
     series.rows.push(row);
   }
-  return [...found.values()].sort((a, b) => a.key - b.key).map(({ scores, ...series }) => ({ ...series, steps: [...scores.keys()], means: [...scores.values()].map(mean) }));
+  return [...found.values()].sort((a, b) => a.run - b.run || a.kind - b.kind || a.heat - b.heat).map(({ scores, ...series }) => ({ ...series, steps: [...scores.keys()], means: [...scores.values()].map(mean) }));
 };
 
 // By how much the mean score changes within a run, of evaluations where there are any; null: nothing was scored twice.
@@ -46,22 +46,26 @@ const changeOf = (series) => {
   return mean((evaluations.length ? evaluations : long).map((one) => one.means[one.means.length - 1] - one.means[0]));
 };
 
+const EVALUATED = ["diamond", "square", "triangle-up", "cross", "star"];
+
 const scoresChart = (group, place) => {
-  const traces = group.series.flatMap(({ run, kind, rows, steps, means }) => {
-    const name = `${several() ? `${data.runs[run].name} ` : ""}${kind ? "evaluation" : "training"}`;
+  const heats = [...new Set(group.series.map((one) => one.heat))].filter((heat) => heat !== null);
+  const traces = group.series.flatMap(({ run, kind, heat, rows, steps, means }) => {
+    const at = heats.length > 1 && heat !== null ? ` at temperature ${heat}` : "", symbol = kind ? EVALUATED[Math.max(0, heats.indexOf(heat)) % EVALUATED.length] : "circle";
+    const name = `${several() ? `${data.runs[run].name} ` : ""}${kind ? "evaluation" : "training"}${at}`;
     const color = kind ? colour("--ink") : runColour(run);
-    const dots = { x: rows.map((row) => cell("step", row)), y: rows.map((row) => cell("score", row)), mode: "markers", name, marker: { size: 7, opacity: 0.55, color, symbol: kind ? "diamond" : "circle" }, hovertemplate: "step %{x}: %{y}<extra></extra>" };
-    const line = { x: steps, y: means, mode: "lines", line: { color, width: 1.5 }, showlegend: false, hoverinfo: "skip" };
+    const dots = { x: rows.map((row) => cell("step", row)), y: rows.map((row) => cell("score", row)), mode: "markers", name, marker: { size: 7, opacity: 0.55, color, symbol }, hovertemplate: "step %{x}: %{y}<extra></extra>" };
+    const line = { x: steps, y: means, mode: "lines", line: { color, width: 1.5, dash: heats.indexOf(heat) > 0 ? "dot" : "solid" }, showlegend: false, hoverinfo: "skip" };
     return steps.length > 1 ? [dots, line] : [dots];
   });
-  drawChart(place, traces, { height: 230, margin: { l: 50, r: 10, t: 10, b: 40 }, legend: { orientation: "h", y: 1.15 }, showlegend: traces.length > 2, xaxis: { title: { text: "step" }, tickformat: "d" }, yaxis: { title: { text: "score" } } }, { displayModeBar: false });
+  drawChart(place, traces, { height: 230, margin: { l: 50, r: 10, t: 10, b: 40 }, legend: { orientation: "h", y: 1.15 }, showlegend: group.series.length > 1, xaxis: { title: { text: "step" }, tickformat: "d" }, yaxis: { title: { text: "score" } } }, { displayModeBar: false });
 };
 
-const responseName = (row) => `${several() ? `${data.runs[cell("run", row)].name}, ` : ""}${isEvaluation(row) ? "evaluation" : "training"}, step ${cell("step", row)}, score ${cell("score", row) === null ? "none" : number(cell("score", row))}`;
+const responseName = (row) => `${several() ? `${data.runs[cell("run", row)].name}, ` : ""}${isEvaluation(row) ? "evaluation" : "training"}${temperature(row) === null ? "" : ` at temperature ${temperature(row)}`}, step ${cell("step", row)}, score ${cell("score", row) === null ? "none" : number(cell("score", row))}`;
 
 const comparison = (group) => {
   const evaluated = group.rows.filter(isEvaluation), kind = evaluated.length > 1 ? evaluated : group.rows;
-  const own = kind.filter((row) => cell("run", row) === cell("run", kind[0])), rows = own.length > 1 ? own : kind;
+  const own = kind.filter((row) => cell("run", row) === cell("run", kind[0]) && temperature(row) === temperature(kind[0])), rows = own.length > 1 ? own : kind;
   let [first, second] = [rows[0], rows[rows.length - 1]];
   const shown = el("div", {}), entries = group.rows.map((row) => [row, visible(responseName(row))]);
   const update = () => shown.replaceChildren(diffView(completion(first), completion(second)));
