@@ -38,6 +38,7 @@ from lrlhf.modules.policy.teaching import Teaching, measure_distance
 from lrlhf.modules.settings import Reference
 from lrlhf.rewards.no_rewards import NoRewards
 from lrlhf.rewards.rewards import Rewards, as_rewards
+from lrlhf.rollout.vllm.rank_group import check_group_size
 from lrlhf.rollout import RolloutEngine, TransformersEngine
 from lrlhf.rollout.episodes.episode_engine import EpisodeEngine
 from lrlhf.run.quiet_output import quiet
@@ -208,7 +209,13 @@ class PolicyParts:
     # ---- Lightning's hooks
 
     def setup(self, module: TrainingModule, stage: str) -> None:
-        """Begin with a trainer: refuse what hangs, and attach the engine anew."""
+        """Begin with a trainer: refuse what hangs, and attach the engine anew.
+
+        Raises:
+            ValueError: The engine cannot be split over so many processes, or an encoder could wait
+                for others.
+        """
+        check_group_size(self.engine.capabilities.ranks_together, module.trainer.world_size)
         if stage == "fit":
             refuse_idle_encoder(
                 module.trainer, plain_model(self.policy.model), self.policy.processor
