@@ -52,7 +52,8 @@ def test_two_processes_train_as_one(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("engine", "strategy"), [("vllm_server", "fsdp2"), ("vllm", "deepspeed_zero3"), ("vllm_shared", "fsdp2")]
+    ("engine", "strategy"),
+    [("vllm_server", "fsdp2"), ("vllm", "deepspeed_zero3"), ("vllm_shared", "fsdp2")],
 )
 def test_two_processes_train_one_adapter(
     engine: str, strategy: str, adapted_alone: dict[str, Any], tmp_path: Path

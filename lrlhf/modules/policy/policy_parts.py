@@ -38,9 +38,9 @@ from lrlhf.modules.policy.teaching import Teaching, measure_distance
 from lrlhf.modules.settings import Reference
 from lrlhf.rewards.no_rewards import NoRewards
 from lrlhf.rewards.rewards import Rewards, as_rewards
-from lrlhf.rollout.vllm.rank_group import check_group_size
 from lrlhf.rollout import RolloutEngine, TransformersEngine
 from lrlhf.rollout.episodes.episode_engine import EpisodeEngine
+from lrlhf.rollout.vllm.rank_group import check_group_size
 from lrlhf.run.quiet_output import quiet
 from lrlhf.types import Experience, PromptBatch, SequenceBatch, StoredRollout
 

@@ -19,7 +19,13 @@ from lrlhf.rollout.engines.synced_engine import EngineFailure, Request
 from lrlhf.rollout.responses import Response
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.rollout.vllm.rank_group import RankGroup, check_group_size
-from lrlhf.rollout.vllm.support import RANK_WORKER, import_vllm, is_cpu, media_argument, sampling_arguments
+from lrlhf.rollout.vllm.support import (
+    RANK_WORKER,
+    import_vllm,
+    is_cpu,
+    media_argument,
+    sampling_arguments,
+)
 from lrlhf.rollout.vllm.vllm_base import VLLMBase, check_transport, read_response
 from lrlhf.vllm_worker.fingerprint import Fingerprinted
 
