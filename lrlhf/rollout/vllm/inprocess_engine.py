@@ -118,7 +118,9 @@ class VLLMEngine(VLLMBase):
         self._in_trainers_group = grouped and VLLMEngine._alone == 0
         if self._in_trainers_group and not single:
             arguments["distributed_executor_backend"] = "external_launcher"
-            arguments |= self._split_arguments()
+            arguments["tensor_parallel_size"] = self.tensor_parallel_size
+            if is_cpu():
+                arguments["worker_cls"] = RANK_WORKER
         elif self.tensor_parallel_size > 1:
             raise self._start_error(
                 "the ranks cannot share an engine while one runs that was started before they were "
@@ -134,12 +136,6 @@ class VLLMEngine(VLLMBase):
         if not self._in_trainers_group:
             VLLMEngine._alone += 1
         self._check_description(self._llm.collective_rpc("lrlhf_describe")[0])
-
-    def _split_arguments(self) -> dict[str, Any]:
-        if self.tensor_parallel_size == 1:
-            return {}
-        split: dict[str, Any] = {"tensor_parallel_size": self.tensor_parallel_size}
-        return {**split, "worker_cls": RANK_WORKER} if is_cpu() else split
 
     def _stop(self) -> None:
         self._remove_folder()
