@@ -119,7 +119,7 @@ class VLLMEngine(VLLMBase):
         if self._in_trainers_group and not single:
             arguments["distributed_executor_backend"] = "external_launcher"
             arguments["tensor_parallel_size"] = self.tensor_parallel_size
-            if is_cpu():
+            if self.tensor_parallel_size > 1 and is_cpu():
                 arguments["worker_cls"] = RANK_WORKER
         elif self.tensor_parallel_size > 1:
             raise self._start_error(
@@ -231,27 +231,7 @@ class VLLMEngine(VLLMBase):
     # ------------------------------------------------------------------ responses
 
     def _respond(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
-        group = RankGroup() if self._shared else None
-        asked = [(requests, sampling)]
-        if group is not None:
-            asked = group.gather((requests, sampling))
-        prompts = [
-            {"prompt_token_ids": request.short_ids, **media_argument(request.media)}
-            for own, _ in asked
-            for request in own
-        ]
-        parameters = [one for own in asked for one in self._parameters(*own)]
-        # responses have seeds of their own, but vLLM takes numbers from the global stream besides
-        forked = torch.random.fork_rng(_current_devices())
-        with self._failing("generation", together=True), forked, torch.inference_mode():
-            answers = self._llm.generate(
-                prompts, parameters, use_tqdm=False, lora_request=self._lora_request
-            )
-        if group is not None:
-            if not group.agrees([answer.outputs[0].token_ids for answer in answers]):
-                raise EngineFailure("ranks that share an engine of vLLM sampled other tokens")
-            first = sum(len(own) for own, _ in asked[: group.place])
-            answers = answers[first : first + len(requests)]
+        answers = self._answers(requests, sampling)
         for request, answer in zip(requests, answers, strict=True):
             if list(answer.prompt_token_ids) != request.prompt_ids:
                 raise EngineFailure(
@@ -264,6 +244,33 @@ class VLLMEngine(VLLMBase):
             logprobs = [step[token].logprob for step, token in steps]
             responses.append(read_response(output.token_ids, logprobs, output.finish_reason))
         return responses
+
+    def _answers(self, requests: Sequence[Request], sampling: Sampling) -> list[Any]:
+        """Return vLLM's answers to these requests; ranks that share an engine ask together."""
+        group = RankGroup() if self._shared else None
+        asked = [(requests, sampling)]
+        if group is not None:
+            asked = group.gather((requests, sampling))
+        prompts = [
+            {"prompt_token_ids": request.short_ids, **media_argument(request.media)}
+            for own, _ in asked
+            for request in own
+        ]
+        parameters = [one for own in asked for one in self._parameters(*own)]
+        # responses have seeds of their own, but vLLM takes numbers from the global stream besides
+        forked = torch.random.fork_rng(_current_devices())
+        with self._failing("generation", together=True):
+            with forked, torch.inference_mode():
+                answers: list[Any] = self._llm.generate(
+                    prompts, parameters, use_tqdm=False, lora_request=self._lora_request
+                )
+            sampled = [answer.outputs[0].token_ids for answer in answers]
+            if group is not None and not group.agrees(sampled):
+                raise EngineFailure("ranks that share an engine sampled other tokens")
+        if group is None:
+            return answers
+        first = sum(len(own) for own, _ in asked[: group.place])
+        return answers[first : first + len(requests)]
 
     def _parameters(self, requests: Sequence[Request], sampling: Sampling) -> list[Any]:
         """Return vLLM's parameters of each response."""

@@ -97,7 +97,7 @@ class VLLMServerEngine(StartsServers):
                 raise ValueError(f"engine.{name} is {value}; it must be above 0")
         if int(self.options.get("data_parallel_size") or 1) > 1:
             raise ValueError(
-                "engine.options.data_parallel_size is above 1: a call to a server reaches all of its "
+                "engine.options.data_parallel_size is above 1: a call to a server reaches all its "
                 "own replicas, but only the first one's answer comes back, so what weights the "
                 "others have could not be checked. Drop it, and set engine.replicas instead"
             )
