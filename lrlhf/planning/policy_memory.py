@@ -201,11 +201,12 @@ class _PolicyMemory:
         return FIRST_TOKENS
 
     def _lent_to_vllm(self, options: Mapping[str, Any]) -> tuple[int, int]:
-        """Bytes of vLLM's weights, and of its keys and values."""
+        """Bytes of this process's part of vLLM's weights, and of its keys and values."""
         on_gpu, size = self._phases.on_gpu, self._phases.device_size
         automatic = "bfloat16" if on_gpu else "float32"
         dtype = options.get("dtype", "auto").replace("auto", automatic)
         weights = weights_of(self._policy).whole.number * getattr(torch, dtype).itemsize
+        weights //= options.get("tensor_parallel_size", 1)
         cache_gib = options.get("kv_cache_gib") or (None if on_gpu else 1.0)
         if cache_gib is not None:
             return weights, round(cache_gib * _GIB)

@@ -1,5 +1,6 @@
 """What is checked before weights are loaded, and what is left alone."""
 
+import importlib.util
 import json
 import sys
 from collections.abc import Iterable
@@ -19,11 +20,13 @@ from lrlhf.cli.cheap_parts import CheapParts
 from lrlhf.datamodules import Source
 from lrlhf.models import CausalLM, ScoreModel
 from lrlhf.models.loading.unread import is_unread
+from lrlhf.modules.policy.batch_plan import Quantity
 from lrlhf.planning.checks import models, run_checks
 from lrlhf.planning.checks.data_rows import check_reward_columns, check_sources
 from lrlhf.planning.checks.logins import check_wandb
 from lrlhf.planning.checks.mistake import MistakeError
 from lrlhf.planning.checks.models import TrainedModel, check_main_memory, check_models
+from lrlhf.planning.checks.together import check_engine
 from lrlhf.planning.checks.trainer_options import (
     check_accelerator,
     check_devices,
@@ -353,6 +356,21 @@ CONTEXTS = [
 def test_the_context_is_what_the_config_says(config: PreTrainedConfig, context: int | None) -> None:
     spec = CausalLM(source="somewhere")
     assert TrainedModel(("model", "policy"), spec, config).context == context
+
+
+@pytest.mark.parametrize(("processes", "fits"), [(4, True), (3, False), (1, False), (None, True)])
+def test_an_engine_is_shared_by_as_many_processes_as_divide_all(
+    monkeypatch: pytest.MonkeyPatch, processes: int | None, fits: bool
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    engine = {"class_path": "lrlhf.rollout.VLLMEngine", "init_args": {"tensor_parallel_size": 2}}
+    model = {"class_path": "lrlhf.modules.RLOO", "init_args": {"engine": engine}}
+    ranks = Quantity("processes", processes, "trainer.devices")
+    if fits:
+        check_engine(model, ranks)
+        return
+    with pytest.raises(MistakeError, match=r"tensor_parallel_size is 2, and the number of train"):
+        check_engine(model, ranks)
 
 
 @pytest.mark.parametrize(

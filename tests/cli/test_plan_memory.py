@@ -107,6 +107,22 @@ def test_adapters_need_no_reference_and_gpus_split_what_the_strategy_splits(
     assert "(now 224), gradient_checkpointing, dtype: bfloat16, or more GPUs\n" in shown
 
 
+def test_a_process_holds_its_part_of_an_engine_that_it_shares(
+    config_only: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = {
+        "class_path": "lrlhf.rollout.VLLMEngine",
+        "init_args": {"tensor_parallel_size": 2, "kv_cache_gib": 0.25},
+    }
+
+    table, _ = _planned(capsys, _config(config_only, engine=engine), "--gpus", "2")
+
+    # policy and reference whole, half of vLLM's copy, all in float32
+    generate = table["generate (vLLM)"]
+    assert float(generate["parameters"]) == pytest.approx(2.5 * 4 * NUMBER / MIB, abs=0.011)
+    assert float(generate["KV cache"]) == 256
+
+
 def test_what_does_not_fit_is_marked_and_fits_with_less_of_the_option_that_is_named(
     config_only: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -151,10 +151,11 @@ class Copied(TransformersEngine):
         super().__init__()
         self.calls: list[str] = []
         self.held: int | None = None
+        self.ranks = 1
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(holds_copy=True)
+        return Capabilities(holds_copy=True, ranks_together=self.ranks)
 
     @property
     def version(self) -> int | None:
@@ -186,6 +187,14 @@ def test_an_engine_with_a_copy_answers_only_with_current_weights(build: Build) -
     engine.held = 0
     assert module.generate("say a", temperature=0) == expected
     assert engine.calls == ["generate", "forget"]
+
+
+def test_an_engine_that_ranks_share_is_not_asked_by_one_of_them(build: Build) -> None:
+    engine = Copied()
+    module = build(engine=engine)
+    engine.held, engine.ranks = 0, 2
+    assert module.generate("say a", temperature=0) == build().generate("say a", temperature=0)
+    assert engine.calls == []
 
 
 @pytest.mark.parametrize(

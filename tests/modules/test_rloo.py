@@ -15,7 +15,7 @@ from lrlhf.models import CausalLM, LoRA, sequence_logprobs
 from lrlhf.modules import Guard, Reference, Update
 from lrlhf.modules.policy import scorer
 from lrlhf.rewards import IsolatedReward, Rewards
-from lrlhf.rollout import Collector, Response, Sampling, assemble_rollout
+from lrlhf.rollout import Collector, Response, Sampling, VLLMEngine, assemble_rollout
 from lrlhf.types import PromptBatch
 from tests.conftest import build_language_model
 from tests.modules.policy_runs import SkewedEngine, assert_same, letters, moved, sgd
@@ -270,6 +270,12 @@ def test_what_shows_when_a_run_begins_is_refused(
     module.kl_coef = 0.1
     with pytest.raises(ValueError, match=culprit):
         train(module, precision=precision)
+
+
+def test_an_engine_for_several_processes_is_refused_in_a_run_of_one(build, train) -> None:
+    engine = VLLMEngine(tensor_parallel_size=2)
+    with pytest.raises(ValueError, match=r"size is 2, and the number of training processes is 1:"):
+        train(build(engine=engine))
 
 
 def test_the_seed_is_that_of_seed_everything_unless_it_is_given(build) -> None:

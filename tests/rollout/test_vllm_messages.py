@@ -465,8 +465,14 @@ def test_gpus_that_a_transport_cannot_connect_are_named(
 
 
 def test_models_that_are_split_or_repeated_by_vllm_itself_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"set engine\.replicas instead"):
+    with pytest.raises(ValueError, match=r"only the first one's answer.*set engine\.replicas in"):
         VLLMServerEngine(options={"data_parallel_size": 2})
-    for option in ("tensor_parallel_size", "data_parallel_size"):
-        with pytest.raises(ValueError, match=rf"options\.{option} is above 1, and inside the trai"):
+    for option, instead in (
+        ("tensor_parallel_size", "set engine.tensor_parallel_size instead"),
+        ("data_parallel_size", "further ranks have further engines"),
+        ("pipeline_parallel_size", "set engine.tensor_parallel_size"),
+    ):
+        with pytest.raises(ValueError, match=rf"options\.{option} is above 1.*{instead}"):
             VLLMEngine(options={option: 2})
+    with pytest.raises(ValueError, match=r"tensor_parallel_size is 0; it must be above 0"):
+        VLLMEngine(tensor_parallel_size=0)

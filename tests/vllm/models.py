@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -28,6 +29,20 @@ def build_policy(
         num_key_value_heads=1,
         tie_word_embeddings=tied,
     )
+
+
+def build_adapted(tokenizer: PreTrainedTokenizerBase, *, seed: int = 0) -> PeftModel:
+    """Tied, with an adapter that is not the identity, scaled by 4."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = LoraConfig(
+            r=4, lora_alpha=16, target_modules="all-linear", init_lora_weights=False
+        )
+        return get_peft_model(build_policy(tokenizer, seed=seed), config)
+
+
+def adapter_of(policy: PeftModel) -> torch.nn.ParameterList:
+    return torch.nn.ParameterList(one for one in policy.parameters() if one.requires_grad)
 
 
 @torch.no_grad()

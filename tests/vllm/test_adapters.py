@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.rollout import Sampling, SyncedEngine, VLLMEngine, VLLMServerEngine
 from lrlhf.vllm_worker.adapter import PREFIX
 from tests.vllm.models import (
     LONG,
-    build_policy,
+    adapter_of,
+    build_adapted,
     client_of,
     disturb,
     largest_gap,
@@ -22,20 +23,6 @@ from tests.vllm.models import (
     prompts_of,
     signal_server,
 )
-
-
-def build_adapted(tokenizer: PreTrainedTokenizerBase, *, seed: int = 0) -> PeftModel:
-    """Tied, with an adapter that is not the identity, scaled by 4."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        config = LoraConfig(
-            r=4, lora_alpha=16, target_modules="all-linear", init_lora_weights=False
-        )
-        return get_peft_model(build_policy(tokenizer, seed=seed), config)
-
-
-def adapter_of(policy: PeftModel) -> torch.nn.ParameterList:
-    return torch.nn.ParameterList(one for one in policy.parameters() if one.requires_grad)
 
 
 def sent_names(engine: SyncedEngine, monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:

@@ -40,6 +40,8 @@ def adapted_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ("vllm_replicas", "fsdp2"),
         ("vllm", "fsdp2"),
         ("vllm_server", "deepspeed_zero3"),
+        ("vllm_shared", "ddp"),
+        ("vllm_shared", "fsdp2"),
     ],
 )
 def test_two_processes_train_as_one(
@@ -50,7 +52,8 @@ def test_two_processes_train_as_one(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("engine", "strategy"), [("vllm_server", "fsdp2"), ("vllm", "deepspeed_zero3")]
+    ("engine", "strategy"),
+    [("vllm_server", "fsdp2"), ("vllm", "deepspeed_zero3"), ("vllm_shared", "fsdp2")],
 )
 def test_two_processes_train_one_adapter(
     engine: str, strategy: str, adapted_alone: dict[str, Any], tmp_path: Path

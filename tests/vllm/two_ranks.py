@@ -1,6 +1,7 @@
 """A short run of RLOO on one or two processes, as a program: vLLM and a fork do not go together.
 
-python -m tests.vllm.two_ranks FOLDER vllm|vllm_server|vllm_replicas [lora|whole [STRATEGY]]
+python -m tests.vllm.two_ranks FOLDER ENGINE [lora|whole [STRATEGY]], ENGINE being vllm, vllm_shared
+(one for both), vllm_server or vllm_replicas
 """
 
 import sys
@@ -27,7 +28,8 @@ def main(folder: Path, engine: str, weights: str = "whole", strategy: str | None
         torch.manual_seed(0)
         config = LoraConfig(r=4, lora_alpha=16, target_modules="all-linear")
         policy = get_peft_model(policy, config)
-    kind = VLLMEngine if engine == "vllm" else VLLMServerEngine
+    kind = VLLMEngine if engine in ("vllm", "vllm_shared") else VLLMServerEngine
+    further = {"vllm_replicas": {"replicas": 2}, "vllm_shared": {"tensor_parallel_size": 2}}
     module = RLOO(
         policy,
         Rewards([letters]),
@@ -36,7 +38,7 @@ def main(folder: Path, engine: str, weights: str = "whole", strategy: str | None
             max_model_len=128,
             kv_cache_gib=0.05,
             lora="adapter" if weights == "lora" else "auto",
-            **({"replicas": 2} if engine == "vllm_replicas" else {}),
+            **further.get(engine, {}),
         ),
         num_generations=2,
         sampling=Sampling(max_new_tokens=6),

@@ -36,7 +36,8 @@ def generate(
 
     No trainer is needed. Modes, random states and the engine stay as they are. The module's own
     engine generates; one with a copy of the weights only while that is the policy's current ones,
-    else the policy itself does. Where the policy is split over ranks, all of them must call.
+    and where ranks do not share it, else the policy itself does. Where the policy is split over
+    ranks, all of them must call.
 
     Args:
         module: The module itself.
@@ -134,14 +135,16 @@ def _answer(
     respond: Callable[..., Any],
     **further: Any,
 ) -> Any:
-    """Answer with the module's own engine, or, where that has other weights, with the policy."""
+    """Answer with the module's own engine, or, where that does not do, with the policy."""
     # not at the top: it brings all that reads data sets
     from lrlhf.modules.policy import text_generation as texts  # noqa: PLC0415
 
     parts = module.parts
     engine = parts.turn_engine
     copied = engine.capabilities.holds_copy
-    if copied and engine.version != module.global_step:
+    # one that ranks share would wait for those that are not asked
+    alone = engine.capabilities.ranks_together == 1
+    if copied and not (alone and engine.version == module.global_step):
         engine, copied = parts.own_engine, False
     generator = texts.TextGenerator(parts.policy, engine)
     changed = texts.changed_sampling(sampling or parts.settings.sampling, options)

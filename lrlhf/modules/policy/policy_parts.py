@@ -40,6 +40,7 @@ from lrlhf.rewards.no_rewards import NoRewards
 from lrlhf.rewards.rewards import Rewards, as_rewards
 from lrlhf.rollout import RolloutEngine, TransformersEngine
 from lrlhf.rollout.episodes.episode_engine import EpisodeEngine
+from lrlhf.rollout.vllm.rank_group import check_group_size
 from lrlhf.run.quiet_output import quiet
 from lrlhf.types import Experience, PromptBatch, SequenceBatch, StoredRollout
 
@@ -210,7 +211,13 @@ class PolicyParts:
     # ---- Lightning's hooks
 
     def setup(self, module: TrainingModule, stage: str) -> None:
-        """Begin with a trainer: refuse what hangs, and attach the engine anew."""
+        """Begin with a trainer: refuse what hangs, and attach the engine anew.
+
+        Raises:
+            ValueError: The engine cannot be split over so many processes, or an encoder could wait
+                for others.
+        """
+        check_group_size(self.engine.capabilities.ranks_together, module.trainer.world_size)
         if stage == "fit":
             refuse_idle_encoder(
                 module.trainer, plain_model(self.policy.model), self.policy.processor

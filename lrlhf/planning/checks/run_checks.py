@@ -89,9 +89,9 @@ def check_run(sections: dict[str, Any], parts: Parts, *, trains: bool) -> Iterat
         _tried(check_replaced, trainer, model)
         _tried(check_texts_beside, model, data)
     _tried(check_batches, model, data)
-    _tried(check_engine, model)
-    _tried(check_sources, data)
     ranks = _tried(processes, trainer)
+    _tried(check_engine, model, ranks)
+    _tried(check_sources, data)
     plan = _tried(check_sizes, model, data, ranks) if trains and ranks else None
     yield from _tried(_of_length, trainer, ranks) or ()
     yield from _of_batches(plan)

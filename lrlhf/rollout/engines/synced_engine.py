@@ -249,7 +249,7 @@ class SyncedEngine(RolloutEngine):
         ]
 
         def respond() -> list[Response]:
-            self._check_room(requests)
+            self._check_requests(requests)
             with torch.autocast(self._device.type, enabled=False):
                 return self._respond(requests, sampling)
 
@@ -380,7 +380,8 @@ class SyncedEngine(RolloutEngine):
     def _device(self) -> torch.device:
         return device_of(self._policy)
 
-    def _check_room(self, requests: Sequence[Request]) -> None:
+    def _check_requests(self, requests: Sequence[Request]) -> None:
+        """Refuse what the engine has no room for."""
         longest = max(requests, key=lambda one: len(one.prompt_ids) + one.max_tokens)
         needed = len(longest.prompt_ids) + longest.max_tokens
         if needed > self.max_model_len:

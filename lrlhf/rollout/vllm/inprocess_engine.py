@@ -18,15 +18,24 @@ from lrlhf.rollout.engines.engine import Capabilities
 from lrlhf.rollout.engines.synced_engine import EngineFailure, Request
 from lrlhf.rollout.responses import Response
 from lrlhf.rollout.sampling import Sampling
-from lrlhf.rollout.vllm.support import import_vllm, is_cpu, media_argument, sampling_arguments
+from lrlhf.rollout.vllm.rank_group import RankGroup, check_group_size
+from lrlhf.rollout.vllm.support import (
+    RANK_WORKER,
+    import_vllm,
+    is_cpu,
+    media_argument,
+    sampling_arguments,
+)
 from lrlhf.rollout.vllm.vllm_base import VLLMBase, check_transport, read_response
 from lrlhf.vllm_worker.fingerprint import Fingerprinted
 
 
 class VLLMEngine(VLLMBase):
-    """vLLM inside the training process, on the same device; one engine per rank.
+    """vLLM inside the training processes, on the same devices; one engine per rank, or per several.
 
     Args:
+        tensor_parallel_size: Consecutive ranks that share an engine, which the model is split over.
+            They generate together, so that all of them have to call as often.
         sleep: Give the GPU's memory back while the policy is updated.
         inexact_video: Show videos to vLLM, although it computes with them otherwise than
             ``transformers`` (other positions or features; log-probabilities of random tiny models
@@ -42,6 +51,7 @@ class VLLMEngine(VLLMBase):
     def __init__(
         self,
         *,
+        tensor_parallel_size: int = 1,
         sleep: bool = False,
         inexact_video: bool = False,
         transport: Literal["auto", "inproc"] = "auto",
@@ -49,13 +59,21 @@ class VLLMEngine(VLLMBase):
     ) -> None:
         super().__init__(**engine)
         check_transport(type(self).__name__, transport, ("auto", "inproc"))
-        for option in ("tensor_parallel_size", "data_parallel_size"):
+        if not tensor_parallel_size > 0:
+            raise ValueError(
+                f"engine.tensor_parallel_size is {tensor_parallel_size}; it must be above 0"
+            )
+        for option, instead in (
+            ("tensor_parallel_size", "set engine.tensor_parallel_size instead"),
+            ("data_parallel_size", "drop it, as further ranks have further engines anyway"),
+            ("pipeline_parallel_size", "drop it, and set engine.tensor_parallel_size"),
+        ):
             if int(self.options.get(option) or 1) > 1:
                 raise ValueError(
-                    f"engine.options.{option} is above 1, and inside the training process every "
-                    "rank has an engine on its own device: take lrlhf.rollout.VLLMServerEngine, "
-                    "with tensor_parallel_size or replicas"
+                    f"engine.options.{option} is above 1, and vLLM inside the training processes "
+                    f"runs on their ranks, not on processes that it starts: {instead}"
                 )
+        self.tensor_parallel_size = tensor_parallel_size
         self.inexact_video = inexact_video
         if sleep and is_cpu():
             raise ValueError("engine.sleep gives GPU memory back, and there is no GPU: drop it")
@@ -65,10 +83,13 @@ class VLLMEngine(VLLMBase):
         self._lora_request: Any = None
         self._in_trainers_group = False
         self._broken = False
+        self._left_others = False
+        """Whether this rank has left a step of vLLM that others may wait for it in."""
 
     @property
     def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, structured=True)
+        ranks = self.tensor_parallel_size
+        return replace(super().capabilities, structured=True, ranks_together=ranks)
 
     def _start(self) -> None:
         if self._in_trainers_group:
@@ -81,7 +102,9 @@ class VLLMEngine(VLLMBase):
             self._check_description(self._described)
             return
         grouped = torch.distributed.is_initialized()
-        single = not grouped or torch.distributed.get_world_size() == 1
+        ranks = torch.distributed.get_world_size() if grouped else 1
+        single = ranks == 1
+        check_group_size(self.tensor_parallel_size, ranks)
         device = self._device
         # one process takes the first GPU that it sees, whichever the policy is on
         if device.type == "cuda" and single and device.index:
@@ -95,10 +118,20 @@ class VLLMEngine(VLLMBase):
         self._in_trainers_group = grouped and VLLMEngine._alone == 0
         if self._in_trainers_group and not single:
             arguments["distributed_executor_backend"] = "external_launcher"
+            arguments["tensor_parallel_size"] = self.tensor_parallel_size
+            if self.tensor_parallel_size > 1 and is_cpu():
+                arguments["worker_cls"] = RANK_WORKER
+        elif self.tensor_parallel_size > 1:
+            raise self._start_error(
+                "the ranks cannot share an engine while one runs that was started before they were "
+                "a group: close that one first"
+            )
         with _isolated():
             try:
                 self._llm = vllm.LLM(**arguments)
-            except (ValueError, RuntimeError) as error:
+            # the last where an engine of these ranks has split them otherwise before
+            except (ValueError, RuntimeError, AssertionError) as error:
+                self._left_others = not single
                 raise self._start_error(str(error)) from error
         if not self._in_trainers_group:
             VLLMEngine._alone += 1
@@ -157,7 +190,35 @@ class VLLMEngine(VLLMBase):
         self._llm.llm_engine.reset_encoder_cache()
         self._llm.reset_mm_cache()
 
-    def _respond(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
+    # ------------------------------------------------------------------ ranks that share an engine
+
+    @property
+    def _shared(self) -> bool:
+        return self.tensor_parallel_size > 1 and torch.distributed.is_initialized()
+
+    @property
+    def _acts_with_ranks(self) -> bool:
+        return self._shared or super()._acts_with_ranks
+
+    def _worst_of_ranks(self, trouble: int) -> int:
+        # it would wait for those who wait for it
+        return 2 if self._left_others else super()._worst_of_ranks(trouble)
+
+    def _check_requests(self, requests: Sequence[Request]) -> None:
+        """Refuse requests, on all ranks that share an engine before any of them begins."""
+        refusal: ValueError | None = None
+        try:
+            super()._check_requests(requests)
+            self._check_videos(requests)
+        except ValueError as error:
+            refusal = error
+        troubled = self._shared and self._worst_of_ranks(0 if refusal is None else 2) > 0
+        if refusal is not None:
+            raise refusal
+        if troubled:
+            raise EngineFailure("the prompts of another rank were refused")
+
+    def _check_videos(self, requests: Sequence[Request]) -> None:
         if not self.inexact_video and any(
             request.media and request.media.videos for request in requests
         ):
@@ -166,33 +227,11 @@ class VLLMEngine(VLLMBase):
                 "lrlhf.rollout.TransformersEngine, or accept responses of a slightly different "
                 "policy with engine.inexact_video: true (mismatch/* tells how different)"
             )
-        vllm = import_vllm()
-        shared = sampling_arguments(sampling, self._weights.model, self._tokenizer)
-        shared["detokenize"] = bool(sampling.stop)
-        if sampling.structured is not None:
-            held = vllm.sampling_params.StructuredOutputsParams(**sampling.structured)
-            shared["structured_outputs"] = held
-        parameters = [
-            vllm.SamplingParams(
-                **{
-                    **shared,
-                    "max_tokens": one.max_tokens,
-                    "min_tokens": min(sampling.min_new_tokens, one.max_tokens),
-                    "seed": one.seed,
-                }
-            )
-            for one in requests
-        ]
-        prompts = [
-            {"prompt_token_ids": request.short_ids, **media_argument(request.media)}
-            for request in requests
-        ]
-        # responses have seeds of their own, but vLLM takes numbers from the global stream besides
-        forked = torch.random.fork_rng(_current_devices())
-        with self._failing("generation"), forked, torch.inference_mode():
-            answers = self._llm.generate(
-                prompts, parameters, use_tqdm=False, lora_request=self._lora_request
-            )
+
+    # ------------------------------------------------------------------ responses
+
+    def _respond(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
+        answers = self._answers(requests, sampling)
         for request, answer in zip(requests, answers, strict=True):
             if list(answer.prompt_token_ids) != request.prompt_ids:
                 raise EngineFailure(
@@ -206,17 +245,66 @@ class VLLMEngine(VLLMBase):
             responses.append(read_response(output.token_ids, logprobs, output.finish_reason))
         return responses
 
+    def _answers(self, requests: Sequence[Request], sampling: Sampling) -> list[Any]:
+        """Return vLLM's answers to these requests; ranks that share an engine ask together."""
+        group = RankGroup() if self._shared else None
+        asked = [(requests, sampling)]
+        if group is not None:
+            asked = group.gather((requests, sampling))
+        prompts = [
+            {"prompt_token_ids": request.short_ids, **media_argument(request.media)}
+            for own, _ in asked
+            for request in own
+        ]
+        parameters = [one for own in asked for one in self._parameters(*own)]
+        # responses have seeds of their own, but vLLM takes numbers from the global stream besides
+        forked = torch.random.fork_rng(_current_devices())
+        with self._failing("generation", together=True):
+            with forked, torch.inference_mode():
+                answers: list[Any] = self._llm.generate(
+                    prompts, parameters, use_tqdm=False, lora_request=self._lora_request
+                )
+            sampled = [answer.outputs[0].token_ids for answer in answers]
+            if group is not None and not group.agrees(sampled):
+                raise EngineFailure("ranks that share an engine sampled other tokens")
+        if group is None:
+            return answers
+        first = sum(len(own) for own, _ in asked[: group.place])
+        return answers[first : first + len(requests)]
+
+    def _parameters(self, requests: Sequence[Request], sampling: Sampling) -> list[Any]:
+        """Return vLLM's parameters of each response."""
+        vllm = import_vllm()
+        shared = sampling_arguments(sampling, self._weights.model, self._tokenizer)
+        shared["detokenize"] = bool(sampling.stop)
+        if sampling.structured is not None:
+            held = vllm.sampling_params.StructuredOutputsParams(**sampling.structured)
+            shared["structured_outputs"] = held
+        return [
+            vllm.SamplingParams(
+                **{
+                    **shared,
+                    "max_tokens": one.max_tokens,
+                    "min_tokens": min(sampling.min_new_tokens, one.max_tokens),
+                    "seed": one.seed,
+                }
+            )
+            for one in requests
+        ]
+
     @contextlib.contextmanager
-    def _failing(self, what: str) -> Iterator[None]:
+    def _failing(self, what: str, *, together: bool = False) -> Iterator[None]:
         """Turn whatever goes wrong inside vLLM into an `EngineFailure`.
 
         After any exception in a step its scheduler keeps the request, and the next call would wait
-        for ever, so no kind of error leaves the engine usable.
+        for ever, so no kind of error leaves the engine usable. Nor do other ranks come out of a
+        step that they take ``together`` with this one.
         """
         try:
             yield
         except Exception as error:
             self._broken = True
+            self._left_others = together and self._shared
             reason = f"{type(error).__name__}: {error}"
             raise EngineFailure(f"vLLM failed in {what} ({reason})") from error
 

@@ -97,9 +97,9 @@ class VLLMServerEngine(StartsServers):
                 raise ValueError(f"engine.{name} is {value}; it must be above 0")
         if int(self.options.get("data_parallel_size") or 1) > 1:
             raise ValueError(
-                "engine.options.data_parallel_size is above 1, and a server answers for the first "
-                "of its own replicas only, so what weights reach the others could not be checked: "
-                "drop it, and set engine.replicas instead"
+                "engine.options.data_parallel_size is above 1: a call to a server reaches all its "
+                "own replicas, but only the first one's answer comes back, so what weights the "
+                "others have could not be checked. Drop it, and set engine.replicas instead"
             )
         self.replicas = len(self.urls) or replicas
         self.sync_host = sync_host

