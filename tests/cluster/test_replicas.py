@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -56,13 +57,21 @@ def with_servers(folder: Path, model: str, steps: int, **options: Any) -> Path:
 
 
 def ends_well(command: list[str], config: Path, *, kills: Any = None) -> str:
+    told: list[str] = []
     with running(command, ROOT) as process:
+        # a full pipe would stop what writes into it
+        reader = Thread(target=lambda: told.extend(process.stdout or ()))
+        reader.start()
         for pattern, step, cluster in kills or ():
-            await_step(process, config, step)
+            try:
+                await_step(process, config, step)
+            except RuntimeError as error:
+                raise RuntimeError("".join(told)) from error
             processes(cluster, pattern)[0].kill()
-        output, _ = process.communicate(timeout=1500)
-    assert process.returncode == 0, output
-    return str(output)
+        status = process.wait(timeout=1500)
+        reader.join()
+    assert status == 0, "".join(told)
+    return "".join(told)
 
 
 @pytest.mark.exhaustive
