@@ -35,7 +35,7 @@ def cluster_of_three(cpus: int) -> Iterator[Any]:
     before = dict(os.environ)
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     # what else runs on this machine may take its memory, for which workers would be killed
-    os.environ["RAY_memory_monitor_refresh_ms"] = "0"
+    os.environ |= {"RAY_memory_monitor_refresh_ms": "0"}
     sizes = {"object_store_memory": 100_000_000, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **sizes})
     try:
