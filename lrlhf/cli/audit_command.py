@@ -12,6 +12,7 @@ from jsonargparse import ArgumentParser, Namespace
 from lrlhf.analysis.audit import as_json, as_page, as_text, audit
 from lrlhf.cli.report_files import check_output, write_json
 from lrlhf.datamodules import RowDataModule
+from lrlhf.planning.checks.data_rows import taken_from
 from lrlhf.planning.checks.mistake import MistakeError
 from lrlhf.planning.checks.models import check_models
 from lrlhf.planning.config_entries import options_of
@@ -40,13 +41,9 @@ def audit_data(config: Namespace, build: Callable[[], L.LightningDataModule]) ->
     sections = config.as_dict()
     for name in ("json", "html"):
         check_output(name, sections[name])
-    trained = check_models(sections["model"])
-    beside = SimpleNamespace()
-    if trained is not None:
-        heads = options_of(options_of(sections["model"]).get("model")).get("heads")
-        beside = SimpleNamespace(
-            tokenizer=trained.tokenizer(), processor=trained.processor(), head_names=heads
-        )
+    model = sections["model"]
+    trained = check_models(model)
+    beside = SimpleNamespace() if trained is None else taken_from(model, trained)
     if sections.get("data") is None:
         raise MistakeError(("data",), "audit needs a config with data")
     data = build()
@@ -56,7 +53,7 @@ def audit_data(config: Namespace, build: Callable[[], L.LightningDataModule]) ->
             f"{type(data).__name__} is no data module whose rows can be looked at one by one; use "
             "PromptDataModule, PreferenceDataModule or SupervisedDataModule",
         )
-    room = options_of(options_of(sections["model"]).get("sampling")).get("max_new_tokens")
+    room = options_of(options_of(model).get("sampling")).get("max_new_tokens")
     try:
         found = audit(
             data,

@@ -128,7 +128,7 @@ def _in_memory(value: Any, name: str) -> Audio | None:
             "[channels, samples]",
         )
     if samples.dtype.kind in "iu":  # of so many bits; those of 8 have no sign
-        if samples.dtype not in _PCM:  # as lists of integers become
+        if samples.dtype.name not in _PCM:  # as lists of integers become
             raise MediaError(
                 "wrong type",
                 f"{name}: the array is {samples.dtype}, which does not tell how loud its samples "

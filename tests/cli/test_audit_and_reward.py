@@ -11,6 +11,8 @@ import yaml
 
 from lrlhf.__main__ import main
 from lrlhf.models import CausalLM, ScoreModel
+from lrlhf.planning.checks.data_rows import taken_from
+from lrlhf.planning.checks.models import check_models
 from tests.analysis.texts import clean_pairs
 from tests.cli.experiment import experiment
 
@@ -93,6 +95,17 @@ def test_audit_refuses_what_it_cannot_read_or_write(
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ")
     assert said in error
+
+
+@pytest.mark.parametrize(("name", "refuses"), [("DPO", True), ("RewardModel", False)])
+def test_data_are_looked_at_as_their_module_takes_them(
+    model_folder: str, name: str, refuses: bool
+) -> None:
+    option = "policy" if name == "DPO" else "model"
+    model = {"class_path": f"lrlhf.modules.{name}", "init_args": {option: model_folder}}
+    trained = check_models(model)
+    assert trained is not None
+    assert taken_from(model, trained).answers_only is refuses
 
 
 def test_reward_runs_the_rewards_of_a_config_without_its_policy(

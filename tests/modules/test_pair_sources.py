@@ -3,7 +3,9 @@
 import itertools
 import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
@@ -117,6 +119,21 @@ def test_pairs_from_before_a_resume_with_other_data_keep_their_source(
     assert run([more[0], files[1], more[1]], watch.path) == {"new", "safe", "other"}
     assert run([more[0], more[1]], watch.path) == {"new", "other"}
     assert watch.found == [[], [-1] * 4 + [1], [-1] * 5]
+    # saved before sources were named: their numbers count
+    saved = torch.load(watch.path, weights_only=True)
+    (unlogged,) = unlogged_in(saved)
+    del unlogged["sources"]
+    torch.save(saved, watch.path)
+    run([*files], watch.path)
+    assert watch.found[3] == [0] * 4 + [1]
+
+
+def unlogged_in(saved: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(saved, dict):
+        if {"ranks", "sources"} == saved.keys():
+            yield saved
+        for value in saved.values():
+            yield from unlogged_in(value)
 
 
 def module_of(kind: type, model_folder: str, tokenizer) -> RewardModel | DPO:

@@ -384,6 +384,8 @@ class _UnloggedPairs:
         if trainer is not None:  # a run that goes on, not a model that is loaded
             # the data may have changed, and its sources have other numbers
             numbers = {source: number for number, source in enumerate(source_names(trainer))}
-            now = [numbers.get(source, -1) for source in state.get("sources", ())]
-            seen = [self._metrics.renumbered(one, now) for one in state["ranks"]]
+            seen = state["ranks"]
+            if "sources" in state:  # else from before they were named
+                now = [numbers.get(source, -1) for source in state["sources"]]
+                seen = [self._metrics.renumbered(one, now) for one in seen]
             self._metrics.resume(seen, Collectives(trainer))

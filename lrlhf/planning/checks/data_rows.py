@@ -81,6 +81,16 @@ def check_sources(data: Any) -> None:
                 raise MistakeError(("data", name), str(error), value=given) from error
 
 
+def taken_from(model: Any, trained: TrainedModel) -> SimpleNamespace:
+    """Return what data modules take from the module that the config describes, without weights."""
+    return SimpleNamespace(
+        tokenizer=trained.tokenizer(),
+        processor=trained.processor(),
+        head_names=options_of(options_of(model).get("model")).get("heads"),
+        answers_only=is_a(model, DPO),
+    )
+
+
 def check_rows(
     data: Any, model: Any, trained: TrainedModel | None, build: Callable[[], L.LightningDataModule]
 ) -> LookedAt | None:
@@ -102,15 +112,8 @@ def check_rows(
         return None
     module = build()
     assert isinstance(module, TextDataModule)
-    heads = options_of(options_of(model).get("model")).get("heads")
-    beside = SimpleNamespace(
-        tokenizer=trained.tokenizer(),
-        processor=trained.processor(),
-        head_names=heads,
-        answers_only=is_a(model, DPO),
-    )
     try:
-        splits = module.first_rows(beside, ROWS)
+        splits = module.first_rows(taken_from(model, trained), ROWS)
     except ValueError as error:
         named = re.search(r"`(\w+)`", str(error))  # the option that the message advises to set
         option = [named[1]] if named and named[1] in options else []
