@@ -123,8 +123,9 @@ def _refuse_longer(batch: SequenceBatch, limit: int) -> None:
     if longest > limit:
         raise ValueError(
             f"a prompt and its response have {longest} tokens, and the teacher reads {limit}: "
-            "leave out longer prompts (max_prompt_tokens of the data), lower "
-            "sampling.max_new_tokens, or take a teacher with a longer context"
+            "leave out longer prompts (max_prompt_tokens of the data), lower max_new_tokens (of "
+            "sampling, or in an evaluation of eval_sampling), or take a teacher with a longer "
+            "context"
         )
 
 

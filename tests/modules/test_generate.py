@@ -152,10 +152,11 @@ class Copied(TransformersEngine):
         self.calls: list[str] = []
         self.held: int | None = None
         self.ranks = 1
+        self.structured = False
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(holds_copy=True, ranks_together=self.ranks)
+        return Capabilities(holds_copy=True, ranks_together=self.ranks, structured=self.structured)
 
     @property
     def version(self) -> int | None:
@@ -195,6 +196,23 @@ def test_an_engine_that_ranks_share_is_not_asked_by_one_of_them(build: Build) ->
     engine.held, engine.ranks = 0, 2
     assert module.generate("say a", temperature=0) == build().generate("say a", temperature=0)
     assert engine.calls == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "held", "reason"),
+    [(2, 0, "is shared by 2 ranks, one of which cannot ask it alone"), (1, 3, "current weights")],
+)
+def test_a_format_that_only_the_engine_holds_is_refused_where_it_is_not_asked(
+    build: Build, ranks: int, held: int, reason: str
+) -> None:
+    engine = Copied()
+    module = build(engine=engine)
+    engine.held, engine.ranks = held, ranks
+    with pytest.raises(ValueError, match="TransformersEngine holds no responses to a format"):
+        module.generate("say a", structured={"regex": "a"})
+    engine.structured = True
+    with pytest.raises(ValueError, match=rf"structured: Copied .*{reason}.* eval_sampling"):
+        module.generate("say a", structured={"regex": "a"})
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.models.teacher import TeacherModel
-from lrlhf.modules import PPO, DynamicSampling
+from lrlhf.modules import PPO, RLOO, DynamicSampling, Teacher
 from lrlhf.rewards import Rewards
-from lrlhf.rollout import Sampling
+from lrlhf.rollout import Capabilities, Sampling
+from lrlhf.rollout.responses import untold_prompts
 from lrlhf.types import SequenceBatch
 from tests.conftest import build_language_model, byte_tokenizer
+from tests.modules import test_episode_runs as episodes
 from tests.modules.policy_runs import SkewedEngine, letters, moved
 
 
@@ -108,6 +110,66 @@ def test_a_teacher_with_a_shorter_context_is_refused_before_anything_is_generate
         learner(teacher={"model": none})
 
 
+def test_a_teacher_must_read_the_responses_of_evaluations_too(
+    learner, train, tokenizer, tmp_path
+) -> None:
+    # the prompts have five tokens: those of training fit, with responses of up to six
+    teacher = {"model": saved(tokenizer, tmp_path / "teacher", max_position_embeddings=11)}
+    culprit = "prompt of {} and eval_sampling.max_new_tokens, {}: lower eval_sampling.max"
+    with pytest.raises(ValueError, match=culprit.format(1, 11)):
+        learner(teacher=teacher, eval_sampling=Sampling(max_new_tokens=11))
+    engine = SkewedEngine()
+    engine.generate = lambda *_, **__: pytest.fail("it generates")  # type: ignore[method-assign]
+    module = learner(teacher=teacher, eval_sampling=Sampling(max_new_tokens=7), engine=engine)
+    with pytest.raises(ValueError, match=culprit.format(5, 7)):
+        train(module, limit_val_batches=1)
+
+
+def test_a_teacher_reads_episodes_that_end_with_the_policys_context(
+    tokenizer, tmp_path: Path
+) -> None:
+    def module(context: int) -> Any:
+        folder = saved(tokenizer, tmp_path / f"reads{context}", max_position_embeddings=context)
+        policy = build_language_model(tokenizer, max_position_embeddings=30)
+        # prompts of eight tokens and up to forty behind them, were there room
+        return episodes.build(RLOO, policy, tokenizer, rewards=None, teacher=Teacher(model=folder))
+
+    watcher = episodes.run(module(30), tmp_path, max_steps=1)
+    # a prompt and what is shown, three turns, two answers: 8 + 3 + 3 * 5 + 2 * 3 = 32
+    assert int(watcher.experiences[0].attention_mask.sum(dim=1).max()) in (29, 30)
+    with pytest.raises(ValueError, match="reads 29 tokens"):
+        module(29)
+
+
+class Limited(SkewedEngine):
+    """Says that it has a copy of the weights, and how far it reads with it."""
+
+    reads: int | None = None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(holds_copy=True)
+
+    @property
+    def context_length(self) -> int | None:
+        return self.reads
+
+
+def test_a_teacher_reads_episodes_that_end_with_the_engines_context(
+    language_model, tokenizer, tmp_path: Path
+) -> None:
+    folder = saved(tokenizer, tmp_path / "teacher", max_position_embeddings=20)
+    engine, prompts = Limited(), untold_prompts([[70] * 8])
+    module = episodes.build(
+        RLOO, language_model, tokenizer, rewards=None, engine=engine, teacher=Teacher(model=folder)
+    )
+    for engine.reads in (None, 19, 20):  # None: it has not started
+        module.parts.teaching.check_prompts(prompts, "sampling")
+    engine.reads = 21
+    with pytest.raises(ValueError, match=r"prompt of 8 and sampling\.max_new_tokens, 40"):
+        module.parts.teaching.check_prompts(prompts, "sampling")
+
+
 @pytest.mark.parametrize("forks", [False, True])
 def test_rows_that_are_longer_than_what_a_teacher_reads_are_refused(tokenizer, forks: bool) -> None:
     teacher = TeacherModel(build_language_model(tokenizer, max_position_embeddings=5))
@@ -120,9 +182,8 @@ def test_rows_that_are_longer_than_what_a_teacher_reads_are_refused(tokenizer, f
     if forks:
         assert teacher.rows(rows).hidden.isfinite().all()
         return
-    with pytest.raises(
-        ValueError, match="have 6 tokens, and the teacher reads 5: leave out longer"
-    ):
+    culprit = "have 6 tokens, and the teacher reads 5: leave out longer .* of eval_sampling"
+    with pytest.raises(ValueError, match=culprit):
         teacher.rows(rows)
 
 

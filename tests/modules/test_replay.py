@@ -58,7 +58,7 @@ def test_stored_rollouts_are_trained_on_without_an_engine(ppo, train, stored) ->
         (
             {"sampling": Sampling(max_new_tokens=6, top_k=9), "allow_truncated_sampling": True},
             {},
-            "allow_truncated_sampling",
+            "top_p, top_k, min_p or min_new_tokens.* allow_truncated_sampling",
         ),
         ({}, {"dynamic_sampling": DynamicSampling(prompts=1)}, "the data holds stored ones"),
         # weights for hot first tokens are none for tokens that were cut off
@@ -86,6 +86,19 @@ def test_a_stored_rollout_that_was_sampled_otherwise_is_refused(
     _, data = stored(ppo(**sampled))
     with pytest.raises(ValueError, match=culprit):
         train(ppo(**options), data=data)
+
+
+def test_a_rollout_that_was_stored_without_its_hot_temperature_is_not_called_truncated(
+    ppo, train, stored, monkeypatch
+) -> None:
+    def as_before(sampling: Sampling) -> dict[str, Any]:
+        return {"temperature": sampling.temperature}
+
+    monkeypatch.setattr("lrlhf.rollout.records.how_drawn", as_before)
+    _, data = stored(ppo(sampling=HOT))
+    culprit = "does not tell how its first tokens were drawn: if hot, .*: sample and store it anew"
+    with pytest.raises(ValueError, match=culprit):
+        train(ppo(sampling=HOT), data=data)
 
 
 def test_the_distance_in_a_replay_is_that_of_the_policy_which_learns(ppo, train, stored) -> None:

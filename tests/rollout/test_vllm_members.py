@@ -209,6 +209,13 @@ def test_a_server_whose_workers_cannot_take_weights_says_how_to_start_it(
         joining(engine, lambda: httpx.Response(status, text="no such method"))
 
 
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_busy_server_is_asked_again_and_not_called_unable(engine: Engine, status: int) -> None:
+    joining(engine, lambda: httpx.Response(status, text="too many requests"))
+    assert ask(engine) == [1]
+    eventually(lambda: starts(engine) == [1, 3])
+
+
 def test_requests_go_to_those_with_weights_while_others_join(
     engine: Engine, network: Network
 ) -> None:

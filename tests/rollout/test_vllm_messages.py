@@ -115,6 +115,39 @@ def test_options_out_of_range_are_refused() -> None:
             engine(**options)
 
 
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(
+    ("cause", "error"),
+    [
+        (ValueError("a size"), EngineStartError),
+        (OSError("no file"), OSError),
+        (KeyError("an option"), KeyError),
+        (None, ImportError),
+    ],
+)
+def test_a_rank_that_does_not_start_waits_for_none_that_wait_for_it(
+    language_model, tokenizer, monkeypatch, cause: Exception | None, error: type[Exception]
+) -> None:
+    def fails(**_: Any) -> None:
+        assert cause is not None
+        raise cause
+
+    installed(monkeypatch, "0.32.0").LLM = fails  # type: ignore[attr-defined]
+    if cause is None:
+        monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    for name, value in (("is_initialized", True), ("get_world_size", 2), ("get_rank", 1)):
+        monkeypatch.setattr(torch.distributed, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.distributed, "get_node_local_rank", lambda _: 1)
+    monkeypatch.setattr(
+        torch.distributed, "all_gather_object", lambda *_, **__: pytest.fail("it waits")
+    )
+    engine = VLLMEngine(tensor_parallel_size=2)
+    engine.attach(language_model, tokenizer)
+    with pytest.raises(error):
+        engine.push(0)
+
+
 def option(command: list[str], name: str) -> str:
     return command[command.index(f"--{name}") + 1]
 

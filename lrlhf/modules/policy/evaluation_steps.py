@@ -32,7 +32,9 @@ def validation_step(
 ) -> dict[str, Any]:
     """Answer the prompts of a batch; returns a readable line for each response."""
     name = set_names(module.trainer)[dataloader_idx]
-    evaluator = module.parts.evaluator
+    evaluator, teaching = module.parts.evaluator, module.parts.teaching
+    if teaching is not None:
+        teaching.check_prompts(batch, "eval_sampling")
     return {"records": evaluator.evaluate(batch, batch_idx, _iteration(module), name=name)}
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lrlhf.modules.policy.policy_parts import PolicyParts
-from lrlhf.rollout import Sampling
+from lrlhf.rollout import RolloutEngine, Sampling
 
 if TYPE_CHECKING:
     from lrlhf.datamodules.rows.collate import PromptRow
@@ -60,7 +60,8 @@ def generate(
 
     Raises:
         TypeError: A prompt is of no known form, or there is no such option.
-        ValueError: A prompt cannot be read, or leaves no room for ``max_new_tokens``.
+        ValueError: A prompt cannot be read, or leaves no room for ``max_new_tokens``; or there is
+            a ``structured`` format, and the engine that holds responses to it does not answer.
 
     Example:
         >>> module.generate("2 + 2 =", max_new_tokens=4, temperature=0)
@@ -144,10 +145,12 @@ def _answer(
     copied = engine.capabilities.holds_copy
     # one that ranks share would wait for those that are not asked
     alone = engine.capabilities.ranks_together == 1
+    changed = texts.changed_sampling(sampling or parts.settings.sampling, options)
     if copied and not (alone and engine.version == module.global_step):
+        if changed.structured is not None:
+            _refuse_format(engine)
         engine, copied = parts.own_engine, False
     generator = texts.TextGenerator(parts.policy, engine)
-    changed = texts.changed_sampling(sampling or parts.settings.sampling, options)
     reader = texts.PromptReader(parts.policy)
     if further["images"] is not None and not reader.sees:
         raise ValueError("images were given, and the policy reads text only")
@@ -157,3 +160,22 @@ def _answer(
     finally:
         if copied:  # else the run would find what was computed here in its cache
             engine.forget()
+
+
+def _refuse_format(engine: RolloutEngine) -> None:
+    """Say why an engine that holds responses to a format is not asked for it now.
+
+    Raises:
+        ValueError: It is one.
+    """
+    can = engine.capabilities
+    if not can.structured:
+        return  # what answers instead says what would
+    reason = "does not have the policy's current weights"
+    if can.ranks_together > 1:
+        reason = f"is shared by {can.ranks_together} ranks, one of which cannot ask it alone"
+    raise ValueError(
+        f"sampling.structured: {type(engine).__name__} {reason}, so that the policy itself would "
+        "answer, which holds no responses to a format: leave structured out here, or set "
+        "eval_sampling.structured and validate, where all ranks ask the engine together"
+    )

@@ -83,7 +83,9 @@ class PolicyParts:
         if settings.update.router_loss_coef > 0:
             check_has_experts(policy.model)
         self.reference = load_reference(policy.model, settings)
-        self.teaching = None if settings.teacher is None else Teaching(policy, settings)
+        self.teaching = (
+            None if settings.teacher is None else Teaching(policy, settings, self.engine)
+        )
         self.moments = RunningMoments()
         metrics = metrics_of(settings.evaluation, rewards)
         self.sampler = Sampler(
@@ -134,7 +136,7 @@ class PolicyParts:
             module.print(self._shown_plan)
         check_texts(batch.pretraining, self.settings)
         if self.teaching is not None and isinstance(batch, PromptBatch):
-            self.teaching.check_prompts(batch, self.settings.sampling.max_new_tokens)
+            self.teaching.check_prompts(batch, "sampling")
         if module.kl_coef > 0 and self.reference is None:
             raise ValueError(
                 f"the KL coefficient was set to {module.kl_coef}, but no reference was loaded: "

@@ -31,7 +31,8 @@ def check_stored(
         stored: Of an earlier iteration.
         num_generations: Responses per prompt of this run.
         sampling: Of this run.
-        allow_truncated_sampling: Whether responses may come from top_p, top_k or min_p.
+        allow_truncated_sampling: Whether responses may come from top_p, top_k, min_p
+            or min_new_tokens.
         beside: What the algorithm samples beside the responses, whose scores it needs.
         step: The iteration that it is trained on in.
         holds_copy: Whether this run's engine has a copy of the weights.
@@ -79,15 +80,18 @@ def _check_drawn(
             f"{hot[1]}, here they are {own[0]} and {own[1]}, and only as they were the responses "
             "get the weights that make up for them; set both in sampling"
         )
-    if hot[0] is None and sampling.starts_hot:
+    if hot[0] is None and sampling.starts_hot:  # also where it was not stored yet how
         raise ValueError(
-            "the stored rollout was sampled with top_p, top_k or min_p, which no weights make up "
-            "for as they do for first_temperature; leave first_temperature out of sampling"
+            "the stored rollout does not tell how its first tokens were drawn: if hot, then before "
+            "first_temperature was stored: sample and store it anew; if with top_p, top_k, min_p "
+            "or min_new_tokens, which no weights make up for: leave first_temperature out of "
+            "sampling"
         )
     if hot[0] is None and not allow_truncated_sampling:
         raise ValueError(
-            "the stored rollout was sampled with top_p, top_k or min_p, whose distribution is not "
-            "the policy's; accept the bias with allow_truncated_sampling: true"
+            "the stored rollout was sampled with top_p, top_k, min_p or min_new_tokens, whose "
+            "distribution is not the policy's; accept the bias with "
+            "allow_truncated_sampling: true"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,10 +17,13 @@ from lrlhf.modules.metrics.metric_sums import MetricSums
 from lrlhf.modules.policy.load_policy import LoadedPolicy
 from lrlhf.modules.policy.policy_settings import PolicySettings
 from lrlhf.modules.settings import Teacher
+from lrlhf.rollout import RolloutEngine
 from lrlhf.rollout.vllm.teacher_server import TeacherServer
 from lrlhf.run.quiet_output import quiet
 from lrlhf.types import PromptBatch, Rollout, SequenceBatch, TeacherTokens
 
+Asking: TypeAlias = Literal["sampling", "eval_sampling"]
+"""The option that says how the responses are sampled which a teacher is asked about."""
 EVALUATED = ("teacher_reverse_kl", "teacher_reverse_kl_sampled", "teacher_top_agreement")
 """Names of what an evaluation measures of each response."""
 
@@ -30,43 +34,75 @@ class Teaching:
     Args:
         policy: Learns from it.
         settings: Of the run, with a teacher.
+        engine: Generates the responses.
 
     Raises:
         ValueError: The teacher has another tokenizer than the policy, or no response fits into what
             it reads.
     """
 
-    def __init__(self, policy: LoadedPolicy, settings: PolicySettings) -> None:
+    def __init__(
+        self, policy: LoadedPolicy, settings: PolicySettings, engine: RolloutEngine
+    ) -> None:
         assert settings.teacher is not None
         self.settings: Teacher = settings.teacher
         self._temperature = settings.sampling.temperature
         self._chunk_size = settings.update.logprob_chunk
         self._policy = policy
+        self._engine = engine
+        self._plays = settings.episodes is not None
+        self._responses: dict[Asking, int] = {
+            "sampling": settings.sampling.max_new_tokens,
+            "eval_sampling": settings.eval_sampling.max_new_tokens,
+        }
         self.model: TeacherModel | None = None
         """None: a server holds it."""
         self._server: TeacherServer | None = None
         self._checked = False
         if self.settings.model is not None:
             self.model = _loaded(self.settings.model, policy)
-            self._check_room(1, settings.sampling.max_new_tokens)
+            for option in self._responses:
+                self._check_room(1, option)
         elif self.settings.server is not None:
             self._server = TeacherServer(self.settings.server)
 
-    def check_prompts(self, prompts: PromptBatch, max_new_tokens: int) -> None:
+    def check_prompts(self, prompts: PromptBatch, option: Asking) -> None:
         """Refuse prompts whose responses may become longer than what the teacher reads.
 
         It would answer, far off what it was trained for, and long responses may come late in a run.
-        """
-        self._check_room(int(prompts.attention_mask.sum(dim=1).max()), max_new_tokens)
 
-    def _check_room(self, prompt: int, response: int) -> None:
+        Args:
+            prompts: Of an iteration or an evaluation.
+            option: How these are sampled.
+
+        Raises:
+            ValueError: They may.
+        """
+        self._check_room(int(prompts.attention_mask.sum(dim=1).max()), option)
+
+    def _check_room(self, prompt: int, option: Asking) -> None:
         limit = None if self.model is None else context_length(self.model.model)
-        if limit is not None and prompt + response > limit:
-            raise ValueError(
-                f"teacher.model reads {limit} tokens, fewer than a prompt of {prompt} and "
-                f"sampling.max_new_tokens, {response}: lower max_new_tokens, leave out longer "
-                "prompts (max_prompt_tokens of the data), or take a teacher with a longer context"
-            )
+        response = self._responses[option]
+        if limit is None or prompt + response <= limit or self._ends_within(limit):
+            return
+        raise ValueError(
+            f"teacher.model reads {limit} tokens, fewer than a prompt of {prompt} and "
+            f"{option}.max_new_tokens, {response}: lower {option}.max_new_tokens, leave out longer "
+            "prompts (max_prompt_tokens of the data), or take a teacher with a longer context"
+        )
+
+    def _ends_within(self, limit: int) -> bool:
+        """Whether the engine ends episodes before they are too long, or may, once it has started.
+
+        The teacher looks at the length of what it is given again.
+        """
+        if not self._plays:
+            return False
+        if not self._engine.capabilities.holds_copy:
+            end = context_length(self._policy.model)  # which may not be attached yet
+            return end is not None and end <= limit
+        end = self._engine.context_length
+        return end is None or end <= limit
 
     @property
     def in_loss(self) -> bool:

@@ -16,7 +16,21 @@ GENERATE = "/inference/v1/generate"
 
 
 class FailureAnswer(EngineFailure):
-    """A server said itself that it cannot do what it was asked for."""
+    """A server said itself that it cannot do what it was asked for.
+
+    Args:
+        message: What it said.
+        status: Of its answer.
+    """
+
+    def __init__(self, message: str, *, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+    @property
+    def busy(self) -> bool:
+        """Whether it, or what stands before it, has too much to do, which tells nothing of it."""
+        return self.status in (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
 
 
 class ServerClient:
@@ -103,7 +117,8 @@ class ServerClient:
         passing = (httpx.codes.NOT_FOUND, httpx.codes.TOO_MANY_REQUESTS)
         if answer.is_server_error or answer.status_code in passing:
             raise FailureAnswer(
-                f"the vLLM server answered {path} with {answer.status_code}: {answer.text[:500]}"
+                f"the vLLM server answered {path} with {answer.status_code}: {answer.text[:500]}",
+                status=answer.status_code,
             )
         if answer.is_error:
             raise ValueError(f"the vLLM server refused {path}: {answer.text[:500]}")

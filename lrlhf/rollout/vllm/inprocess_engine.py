@@ -112,6 +112,8 @@ class VLLMEngine(VLLMBase):
                 f"the policy is on {device}, and vLLM would take the first GPU: choose the GPU "
                 f"with CUDA_VISIBLE_DEVICES={device.index} and trainer.devices: 1"
             )
+        # others may wait in vLLM for this rank, whatever keeps it from getting there
+        self._left_others = not single
         vllm = import_vllm()
         arguments = {**self._launch_arguments(), "enable_sleep_mode": self.sleeps}
         # without a process group vLLM makes one, which further engines share
@@ -131,8 +133,8 @@ class VLLMEngine(VLLMBase):
                 self._llm = vllm.LLM(**arguments)
             # the last where an engine of these ranks has split them otherwise before
             except (ValueError, RuntimeError, AssertionError) as error:
-                self._left_others = not single
                 raise self._start_error(str(error)) from error
+        self._left_others = False
         if not self._in_trainers_group:
             VLLMEngine._alone += 1
         self._check_description(self._llm.collective_rpc("lrlhf_describe")[0])

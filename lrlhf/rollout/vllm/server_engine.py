@@ -256,7 +256,7 @@ class VLLMServerEngine(StartsServers):
             try:
                 return dict(replica.client.call_workers("lrlhf_describe", timeout=60.0)[0])
             except FailureAnswer as error:  # not without an answer, which a new server may give
-                if not replica.client.is_healthy():
+                if error.busy or not replica.client.is_healthy():
                     raise
                 raise EngineStartError(
                     f"the vLLM server cannot take weights ({error}); start it with\n"
