@@ -321,8 +321,10 @@ def _marks(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> tupl
 
 
 def _neutral(text: str, marks: Sequence[str]) -> str:
-    """Return a text in which no mark is left: those with ``<`` are shown as the question shows its
-    own, the others are taken out."""
+    """Return a text in which no mark is left.
+
+    Those with ``<`` are shown as the question shows its own, the others are taken out.
+    """
     text = text_without_marks(text, [mark for mark in marks if "<" not in mark])
     opening = [re.escape(mark) for mark in marks if "<" in mark]
     if not opening:
