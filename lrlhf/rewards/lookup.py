@@ -149,7 +149,11 @@ class ComparesAnswers(Protocol):
 
 @runtime_checkable
 class ReadsAnswer(Protocol):
-    """A reward function that tells what it takes for the answer in a response."""
+    """A reward function that tells what it takes for the answer in a response.
+
+    One whose ``answer_of`` has an argument ``truncated`` as well is told there whether the response
+    was cut off.
+    """
 
     def answer_of(self, text: str) -> str | None:
         """Return the answer in a form in which equal ones are the same text; None: there is none.
