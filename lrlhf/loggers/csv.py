@@ -81,10 +81,16 @@ class ResumingCSVLogger(KeepsArguments, LocalFolder, CSVLogger):
         named = dict(metrics)
         axes: dict[str, Any] = {"step": measured.rows if step is None else step}
         axes |= {name: named.pop(name) for name in _AXES if name in named}
-        clocked = {k: named.pop(k) for k in list(named) if k.startswith(self._clocked)}
+        clocked = {k: named.pop(k) for k in list(named) if self._is_clocked(k)}
         for table, values in ((measured, named), (timings, clocked)):
             if values:
                 table.append(axes | values)
+
+    def _is_clocked(self, name: str) -> bool:
+        """Whether a metric differs between equal runs, also where its function's name is in it."""
+        area, _, rest = name.partition("/")
+        of_kind = f"{area}/{rest.partition('/')[2]}" if area == "rewards" else name
+        return name.startswith(self._clocked) or of_kind.startswith(self._clocked)
 
     def save(self) -> None:
         """Do nothing: the rows are on file."""

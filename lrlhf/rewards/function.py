@@ -198,7 +198,8 @@ class RewardFunction(KeepsArguments, ABC):
                 see `Completion`.
             completion_ids: Token ids of the responses as the engine returned them, given ones
                 included.
-            log_metric: ``log_metric(name, value)`` logs a number under ``rewards/<name>``.
+            log_metric: ``log_metric(name, value)`` logs a number under ``rewards/<name>``,
+                with the function's name before it where another may log the same.
             log_extra: ``log_extra(column, values)`` adds a column to the log of responses, one
                 value per response.
             columns: Every other column of the data, as a list with one value per response. A

@@ -95,11 +95,17 @@ def bind_functions(
 
 def default_name(function: Callable[..., Any]) -> str:
     """Return a plain function's own name, or the class name in snake case."""
-    while isinstance(function, functools.partial):
-        function = function.func
+    function = unwrapped(function)
     if inspect.isroutine(function):
         return function.__name__
     return _BOUNDARY.sub("_", type(function).__name__).lower()
+
+
+def unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what a partial calls."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
 
 
 def chosen_arguments(
@@ -149,7 +155,11 @@ class ComparesAnswers(Protocol):
 
 @runtime_checkable
 class ReadsAnswer(Protocol):
-    """A reward function that tells what it takes for the answer in a response."""
+    """A reward function that tells what it takes for the answer in a response.
+
+    One whose ``answer_of`` has an argument ``truncated`` as well is told there whether the response
+    was cut off.
+    """
 
     def answer_of(self, text: str) -> str | None:
         """Return the answer in a form in which equal ones are the same text; None: there is none.
@@ -214,9 +224,7 @@ def judging_column(function: Callable[..., Any]) -> dict[str, str]:
 
 def filled_by_python(function: Callable[..., Any]) -> frozenset[str]:
     """Return the arguments that are not the caller's: ``self``, and what a partial binds."""
-    plain: Any = function
-    while isinstance(plain, functools.partial):
-        plain = plain.func
+    plain: Any = unwrapped(function)
     if not inspect.isroutine(plain):
         plain = type(plain).__call__
     plain = getattr(plain, "__func__", plain)

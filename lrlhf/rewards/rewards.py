@@ -41,6 +41,7 @@ from lrlhf.rewards.lookup import (
     filled_by_python,
     judging_columns,
 )
+from lrlhf.rewards.metric_names import metric_prefixes
 from lrlhf.rewards.reward_values import (
     Journal,
     Logged,
@@ -302,7 +303,7 @@ class Rewards(KeepsArguments):
         limited: bool,
     ) -> RewardResult:
         per_function = torch.full(weights.shape, math.nan, dtype=torch.float32)
-        metrics, extras = _logged(answers, len(weights))
+        metrics, extras = self._logged(answers, len(weights))
         failures: dict[str, str] = {}
         if failed:
             reason = first_of(failed, f"{len(failed)} episodes failed")
@@ -374,26 +375,24 @@ class Rewards(KeepsArguments):
         self._failures.count(name, bad / len(entry.rows))
         return _Answer(entry, values, failure, logged, outcome)
 
-
-def _logged(
-    answers: Sequence[_Answer], count: int
-) -> tuple[dict[str, float], dict[str, list[Any]]]:
-    """Return the means of all metrics, and every column spread over all responses."""
-    metrics: dict[str, list[float]] = defaultdict(list)
-    extras: dict[str, list[Any]] = {}
-    for entry, _, _, logged, _ in answers:
-        # a second metric or column of a name gets its function's
-        known = {*metrics}
-        for metric, numbers in logged.metrics.items():
-            name = metric if metric not in known else f"{entry.bound.name}/{metric}"
-            metrics[name] += numbers
-        for column, values in logged.extras.items():
-            name = column if column not in extras else f"{entry.bound.name}/{column}"
-            extras[name] = [None] * count
-            for row, value in zip(entry.rows, values, strict=True):
-                extras[name][row] = value
-    means = {name: math.fsum(numbers) / len(numbers) for name, numbers in metrics.items()}
-    return means, extras
+    def _logged(
+        self, answers: Sequence[_Answer], count: int
+    ) -> tuple[dict[str, float], dict[str, list[Any]]]:
+        """Return the means of all metrics, and every column spread over all responses."""
+        metrics: dict[str, list[float]] = defaultdict(list)
+        extras: dict[str, list[Any]] = {}
+        prefixes = metric_prefixes(self._functions)
+        for entry, _, _, logged, _ in answers:
+            for metric, numbers in logged.metrics.items():
+                metrics[prefixes[entry.bound.name] + metric] += numbers
+            for column, values in logged.extras.items():
+                # a second column of a name gets its function's
+                name = column if column not in extras else f"{entry.bound.name}/{column}"
+                extras[name] = [None] * count
+                for row, value in zip(entry.rows, values, strict=True):
+                    extras[name][row] = value
+        means = {name: math.fsum(numbers) / len(numbers) for name, numbers in metrics.items()}
+        return means, extras
 
 
 def as_rewards(given: object) -> Rewards:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, cast
@@ -28,7 +29,7 @@ from lrlhf.rewards.judge.asking import Asker, columns_asked
 from lrlhf.rewards.judge.chat_endpoint import Reply
 from lrlhf.rewards.judge.forms import FormName
 from lrlhf.rewards.judge.questions import notes_of, qualities, values_of
-from lrlhf.rewards.judge.templates import SYSTEM
+from lrlhf.rewards.judge.templates import SYSTEM, marks_as_text
 from lrlhf.rewards.learned_rows import (
     Row,
     encoded,
@@ -51,7 +52,8 @@ class _Loaded(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     processor: MediaProcessor | None
     marks: tuple[str, ...]
-    """Special tokens and what stands for images and videos; a response must not spell them."""
+    """Special tokens and what stands for images and videos, as far as the question lets them pass;
+    a response must not spell them."""
     longest: float
     """Tokens that a question may have."""
     device: torch.device
@@ -204,7 +206,7 @@ class GenerativeReward(RewardFunction):
             completions,
             [[id(entry) for kind in own for entry in kind] for own in media],
             columns,
-            clean=partial(text_without_marks, marks=loaded.marks),
+            clean=partial(_neutral, marks=loaded.marks),
         )
         questions = self._asker.questions(batch)
         requests = {
@@ -313,7 +315,25 @@ def _marks(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> tupl
     """Return what a response could end its part of the question with, or show media by."""
     media = tokenizer.convert_ids_to_tokens(list(ruled_out_ids(config)))
     added = [str(one) for one in tokenizer.added_tokens_decoder.values() if one.special]
-    return tuple(dict.fromkeys((*media, *tokenizer.all_special_tokens, *added)))
+    known = dict.fromkeys((*media, *tokenizer.all_special_tokens, *added))
+    # the question shows the others as text, as in training, where nobody knows the tokenizer
+    return tuple(mark for mark in known if marks_as_text(mark) == mark)
+
+
+def _neutral(text: str, marks: Sequence[str]) -> str:
+    """Return a text in which no mark is left.
+
+    Those with ``<`` are shown as the question shows its own, the others are taken out.
+    """
+    text = text_without_marks(text, [mark for mark in marks if "<" not in mark])
+    opening = [re.escape(mark) for mark in marks if "<" in mark]
+    if not opening:
+        return text
+    pattern = re.compile("|".join(opening))
+    # again, as two marks may share a letter
+    while (shown := pattern.sub(lambda found: found[0].replace("<", "&lt;"), text)) != text:
+        text = shown
+    return text
 
 
 def _media_of(

@@ -158,6 +158,14 @@ def test_a_logger_of_another_module_starts_with_its_first_row(tmp_path: Path) ->
     assert (tmp_path / "logs" / "hparams.yaml").read_text() == "lr: 0.5\n"
 
 
+def test_the_seconds_of_one_of_two_remote_rewards_are_timings(tmp_path: Path) -> None:
+    logger = ResumingCSVLogger(tmp_path)
+    logger.log_metrics({"rewards/one/remote/latency_s": 2, "rewards/one/remote": 3}, step=7)
+    logger.finalize("success")
+    assert (tmp_path / "timings.csv").read_text() == "step,rewards/one/remote/latency_s\n7,2\n"
+    assert (tmp_path / "metrics.csv").read_text() == "step,rewards/one/remote\n7,3\n"
+
+
 def test_a_folder_elsewhere_is_refused() -> None:
     with pytest.raises(ValueError, match="it needs a folder of this machine"):
         ResumingCSVLogger("s3://bucket/run")

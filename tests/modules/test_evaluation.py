@@ -1,5 +1,6 @@
 """Evaluations of a policy: what several responses to a prompt say, and what must not matter."""
 
+import itertools
 import json
 import math
 from collections import Counter, defaultdict
@@ -19,6 +20,7 @@ from lrlhf.rollout import Sampling, TransformersEngine
 from lrlhf.statistics.proportions import Outcomes
 from lrlhf.types import Rollout
 from tests.modules.policy_runs import letters
+from tests.rollout.scripted_engine import ScriptedEngine
 
 Lines = list[dict[str, Any]]
 
@@ -274,6 +276,22 @@ def test_majority_votes_need_no_pass_at_k(build, data, tmp_path: Path) -> None:
     found, _ = validate(module, data, tmp_path)
     assert 0 <= found["eval/maj@3"] <= 1
     assert not any("pass@" in name for name in found)
+
+
+def test_verdicts_that_were_cut_off_have_no_vote(build, tmp_path: Path) -> None:
+    (tmp_path / "val.jsonl").write_text(json.dumps({"prompt": "which?", "gold": "A"}))
+    data = PromptDataModule(rows(tmp_path / "train.jsonl", "xyz"), str(tmp_path / "val.jsonl"))
+    cut_off = "Verdict: B" + " " * 20
+    said = itertools.cycle(["Verdict: A", cut_off, cut_off])
+    module = build(
+        engine=ScriptedEngine(lambda _: next(said)),
+        rewards=Rewards(["verdict_correct"]),
+        sampling=Sampling(max_new_tokens=12),
+        evaluation=Evaluation(num_samples=3),
+    )
+    found, lines = validate(module, data, tmp_path / "out")
+    assert [line["answer"] for line in lines] == ["A", None, None]
+    assert found["eval/maj@3"] == 1.0
 
 
 def test_ppo_evaluates_alike(build, data, tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ import torch
 from torch.testing import assert_close
 
 from lrlhf.rewards import (
+    IsolatedReward,
     LearnedReward,
+    LengthPenalty,
     NumericAnswer,
     RewardError,
     RewardFunction,
@@ -25,6 +27,8 @@ from lrlhf.rewards import (
 )
 from lrlhf.rewards import rewards as rewards_module
 from lrlhf.rewards.dispatch import Call, CallTimeoutError, Dispatcher
+from lrlhf.rewards.lookup import bind_functions
+from lrlhf.rewards.metric_names import metric_prefixes
 from lrlhf.rewards.reward_values import Journal
 
 
@@ -156,18 +160,58 @@ def test_a_function_that_fails_leaves_its_values_out_and_says_why() -> None:
         assert re.search(said, failure)
 
 
-def test_metrics_of_one_name_are_told_apart_by_their_functions() -> None:
-    def judge(paid: float) -> Any:
-        def asks(completions: Sequence[str], log_metric: Any) -> list[float]:
-            log_metric("judge/cost", paid)
-            log_metric("judge/cost", paid + 2.0)
-            return ones(completions)
+class Paid(RewardFunction):
+    """Logs what it cost under the name that all of its class have."""
 
-        return asks
+    def __init__(self, paid: float) -> None:
+        self.paid = paid
 
-    metrics = score(Rewards({"one": judge(1.0), "other": judge(5.0)})).metrics
-    costs = {name: value for name, value in metrics.items() if name.endswith("cost")}
-    assert costs == {"judge/cost": 2.0, "other/judge/cost": 6.0}
+    def __call__(self, *, completions: Sequence[Any], log_metric: Any, **_: Any) -> list[float]:
+        if self.paid < 0:
+            raise OSError("no answer")
+        log_metric("judge/cost", self.paid)
+        log_metric("judge/cost", self.paid + 2.0)
+        return [1.0] * len(completions)
+
+
+def costs(functions: dict[str, Any], count: int = 2, **columns: Sequence[Any]) -> dict[str, float]:
+    recipe = {name: {name: 1.0} for name in functions} if columns else None
+    rewards = Rewards(functions, recipe=recipe, max_unscorable_fraction=1.0)
+    metrics = score(rewards, count=count, **columns).metrics
+    return {name: value for name, value in metrics.items() if name.endswith("cost")}
+
+
+def test_metrics_of_one_class_are_told_apart_by_their_functions() -> None:
+    both = {"one": Paid(1.0), "other": Paid(5.0)}
+    assert costs(both) == {"one/judge/cost": 2.0, "other/judge/cost": 6.0}
+    assert costs({"one": Paid(1.0), "ones": ones}) == {"judge/cost": 2.0}  # which logs nothing
+
+
+def test_the_name_of_a_metric_does_not_depend_on_who_was_asked_or_failed() -> None:
+    both = {"one": Paid(1.0), "other": Paid(5.0)}
+    assert costs(both, label=["one", "one"]) == {"one/judge/cost": 2.0}
+    assert costs(both, label=["other", "other"]) == {"other/judge/cost": 6.0}
+    fails = {"one": Paid(-1.0), "other": Paid(5.0)}
+    assert costs(fails) == {"other/judge/cost": 6.0}
+
+
+def test_the_users_own_functions_that_log_are_told_apart_whatever_they_are() -> None:
+    def plain(completions: Sequence[str], log_metric: Any) -> list[float]:
+        log_metric("judge/cost", 7.0)
+        return ones(completions)
+
+    expected = {"one/judge/cost": 2.0, "plain/judge/cost": 7.0}
+    assert costs({"one": Paid(1.0), "plain": functools.partial(plain)}) == expected
+    # functions of the library have names that nobody else uses
+    beside = metric_prefixes(bind_functions([plain, NumericAnswer(), LengthPenalty(8, 0.1)]))
+    assert set(beside.values()) == {""}
+    isolated = {
+        "plain": plain,
+        "isolated": IsolatedReward("tests.rewards.isolated_functions.about"),
+    }
+    assert metric_prefixes(bind_functions(isolated)) == {
+        "plain": "plain/", "isolated": "isolated/",
+    }  # fmt: skip
 
 
 def test_failures_are_counted_over_the_run_and_not_only_in_a_row() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -285,7 +286,8 @@ class Evaluator:
                 responses.rights.append(right)
                 told["correct"] = right
                 if self._reader is not None:
-                    told["answer"] = _answer(self._reader, record["completion"])
+                    cut = bool(collected.rollout.truncated[row])
+                    told["answer"] = _answer(self._reader, record["completion"], truncated=cut)
                     responses.answers.append(told["answer"])
             yield told
 
@@ -354,9 +356,11 @@ def _values(collected: Collected, row: int) -> dict[str, float]:
     }
 
 
-def _answer(reader: ReadsAnswer, text: str) -> str | None:
+def _answer(reader: ReadsAnswer, text: str, *, truncated: bool) -> str | None:
     """Return the answer in a response; none where it cannot be found in time."""
+    read: Callable[..., str | None] = reader.answer_of
+    wanted = "truncated" in inspect.signature(read).parameters
     try:
-        return reader.answer_of(text)
+        return read(text, truncated=truncated) if wanted else read(text)
     except UnjudgedError:
         return None

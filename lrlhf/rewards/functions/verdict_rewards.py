@@ -79,9 +79,9 @@ class VerdictCorrect(RewardFunction):
         log_extra("reasoning", [self._form.reasoning(text) for text in texts])
         return [None if one is None else float(one) for one in correct]
 
-    def answer_of(self, text: str) -> str | None:
+    def answer_of(self, text: str, *, truncated: bool = False) -> str | None:
         """Return the verdict, for majority votes."""
-        return self._form.read(text)
+        return self._verdict(text, truncated)
 
     def observed(
         self, text: str, columns: Mapping[str, Any], *, truncated: bool, row: Hashable

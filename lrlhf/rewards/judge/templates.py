@@ -117,8 +117,8 @@ class JudgeTemplate:
         """
         try:
             return self._template.render(
-                prompt=_without_marks(prompt),
-                responses=[_without_marks(response) for response in responses],
+                prompt=marks_as_text(prompt),
+                responses=[marks_as_text(response) for response in responses],
                 letters=LETTERS,
                 **values,
             )
@@ -126,7 +126,8 @@ class JudgeTemplate:
             raise RewardError(f"template: {type(error).__name__}: {error}") from error
 
 
-def _without_marks(text: str) -> str:
+def marks_as_text(text: str) -> str:
+    """Return a text whose marks of the questions and of chats are no marks any more."""
     return _MARKS.sub("&lt;", text)
 
 
