@@ -19,7 +19,6 @@ from lrlhf.cli.model_evaluation import CHECKPOINT, evaluate_models
 if TYPE_CHECKING:
     from lrlhf.analysis.compare import Report
 
-_WIDTH = 120
 _MOST_SIDES = 26
 """Letters that they are called by."""
 _EPILOG = """\
@@ -142,10 +141,7 @@ def compare(arguments: Sequence[str]) -> None:
             how=given.match,
             differences=given.difference,
         )
-        # a file is not as narrow as rich takes it to be
-        width = None if sys.stdout.isatty() else _WIDTH
-        console = Console(file=sys.stdout, highlight=False, width=width)
-        print_report(report, console, step=given.step)
+        print_report(report, Console(file=sys.stdout, highlight=False), step=given.step)
         _write(report, given)
     except KeyError as error:  # whose text is in quotes
         raise ConfigError(str(error.args[0])) from error

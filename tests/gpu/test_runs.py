@@ -15,6 +15,7 @@ from lrlhf import Trainer
 from lrlhf.callbacks import RLCheckpoint
 from lrlhf.datamodules import PromptDataModule
 from lrlhf.models import TokenBudget
+from lrlhf.models.peak_memory import begin_anew, peak_memory
 from lrlhf.modules import (
     PPO,
     RLOO,
@@ -111,6 +112,18 @@ def test_measured_memory_lets_micro_batches_grow() -> None:
     assert found is not None
     _, total = torch.cuda.mem_get_info()
     assert first < found <= total / 4096, "each token took 4 KiB"
+
+
+@pytest.mark.gpu_lines("lrlhf.models.peak_memory")
+def test_a_peak_outlives_what_is_measured_anew() -> None:
+    gpu = torch.device("cuda", torch.cuda.current_device())
+    held = torch.empty(2**26, device=gpu)
+    peak = peak_memory(gpu)
+    assert peak >= 2**28
+    del held
+    begin_anew(gpu)
+    assert torch.cuda.max_memory_allocated(gpu) < peak
+    assert peak_memory(gpu) == peak
 
 
 @pytest.mark.parametrize("kind", ["rloo", "ppo"])

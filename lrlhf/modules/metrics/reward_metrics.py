@@ -114,9 +114,7 @@ class RewardMetrics(Metric):
         self.pairs.append(torch.stack([column.detach().float() for column in columns], dim=-1))
         self.lengths.append(lengths.float())
         self.sets.append(torch.full((len(lengths),), number, device=lengths.device))
-        self.sources.append(
-            torch.full_like(self.sets[-1], -1) if sources is None else sources.to(lengths.device)
-        )
+        self.sources.append(torch.full_like(self.sets[-1], -1) if sources is None else sources)
 
     def update_with_nothing(self) -> None:
         """Take part in the sum although this rank may have seen no pair.
@@ -139,9 +137,10 @@ class RewardMetrics(Metric):
         same = len(seen) == ranks.world_size
         own = [seen[ranks.rank]] if same else seen if ranks.rank == 0 else []
         for part in filter(None, own):
-            pairs, lengths = (part[name].to(self.device) for name in ("pairs", "lengths"))
-            scores0, scores1, labels, losses = pairs.unbind(dim=-1)
-            self.update(scores0, scores1, losses, labels, lengths, sources=part.get("sources"))
+            states = {name: state.to(self.device) for name, state in part.items()}
+            scores0, scores1, labels, losses = states["pairs"].unbind(dim=-1)
+            lengths, sources = states["lengths"], states.get("sources")
+            self.update(scores0, scores1, losses, labels, lengths, sources=sources)
 
     @staticmethod
     def renumbered(seen: Mapping[str, Tensor], numbers: Sequence[int]) -> dict[str, Tensor]:
@@ -162,7 +161,7 @@ class RewardMetrics(Metric):
         pairs, lengths, sets, sources = map(dim_zero_cat, states)
 
         def parts(numbers: Tensor, among: Tensor) -> dict[int, Tensor]:
-            found = sorted({*numbers[among].tolist()} - {-1})
+            found = sorted({*numbers[among].unique().tolist()} - {-1})
             return {number: among & (numbers == number) for number in found}
 
         def summary(rows: Tensor, mixed: Tensor) -> RewardSummary:

@@ -175,8 +175,10 @@ class PairModule(TrainingModule):
         losses = self.objective(*scores, batch.labels, batch.margin)
         lengths = torch.stack([batch.candidate0.lengths, batch.candidate1.lengths], dim=-1)
         numbers = {source: index for index, source in enumerate(named)}
-        sources = [numbers.get(str(info.get("source")), -1) for info in batch.info]
-        metrics.update(*scores, losses, batch.labels, lengths, number, torch.tensor(sources))
+        sources = torch.tensor(
+            [numbers.get(str(info.get("source")), -1) for info in batch.info], device=lengths.device
+        )
+        metrics.update(*scores, losses, batch.labels, lengths, number, sources)
         return losses
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
