@@ -161,7 +161,7 @@ class RewardMetrics(Metric):
         pairs, lengths, sets, sources = map(dim_zero_cat, states)
 
         def parts(numbers: Tensor, among: Tensor) -> dict[int, Tensor]:
-            found = sorted({*numbers[among].unique().tolist()} - {-1})
+            found = sorted({*torch.unique(numbers[among]).tolist()} - {-1})
             return {number: among & (numbers == number) for number in found}
 
         def summary(rows: Tensor, mixed: Tensor) -> RewardSummary:
