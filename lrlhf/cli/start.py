@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -73,8 +72,6 @@ def _load(files: Sequence[ConfigFile]) -> Callable[..., int]:
         sys.stderr.write(f"lrlhf {version('lrlhf')}: {f'read {safe(read)}; ' if read else ''}")
         sys.stderr.write("loading torch ...\n")
         sys.stderr.flush()
-    # at its import on processors with AVX512-BF16, of a faster kernel that is not installed
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     with _nothing_is_garbage():
         return import_module("lrlhf.cli.commands").run  # type: ignore[no-any-return]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,6 +24,8 @@ from lrlhf.modules.policy.load_policy import LoadedPolicy, load_policy
 from lrlhf.rollout import Sampling
 from lrlhf.run.checkpoints.checkpoint_reader import is_folder_checkpoint
 from lrlhf.run.checkpoints.checkpoint_search import SUFFIX, newest_intact
+
+_logger = logging.getLogger(__name__)
 
 _CONFIG = "config.yaml"
 _EXPORTS = ("export/final", "hf/final", "final")
@@ -133,16 +136,34 @@ def _checkpoint_of(path: Path) -> Path | str | None:
     for place in places:
         found = newest_intact(place, "last")
         if found.path is not None:
-            return found.path
+            return _export_instead(path, found.path) or found.path
         passed |= found.passed
-    for export in _EXPORTS:
-        if (path / export / "config.json").is_file():
-            return str(path / export)
+    if (export := _export_of(path)) is not None:
+        return export
     flaws = "".join(f"; {one}: {flaw}" for one, flaw in passed.items())
     raise ConfigError(
         f"{path} has neither a checkpoint (looked in {', '.join(map(str, places))}) nor a "
         f"config.json{flaws}; give the folder of a run, a checkpoint, or a model"
     )
+
+
+def _export_of(run: Path) -> str | None:
+    exports = (run / name for name in _EXPORTS)
+    return next((str(one) for one in exports if (one / "config.json").is_file()), None)
+
+
+def _export_instead(run: Path, checkpoint: Path) -> str | None:
+    """Return the export of a run that Python started, of which no config says what it trained."""
+    if _config_of(checkpoint) is not None or (export := _export_of(run)) is None:
+        return None
+    _logger.info("%s has no %s, as of a run from Python: takes %s", run, _CONFIG, export)
+    return export
+
+
+def _config_of(checkpoint: Path) -> Path | None:
+    """Find the config that the run of a checkpoint has saved."""
+    folders = list(checkpoint.absolute().parents)[:3]
+    return next((folder / _CONFIG for folder in folders if (folder / _CONFIG).is_file()), None)
 
 
 def _from_model(source: str, dtype: str | None) -> TrainedPolicy:
@@ -187,11 +208,11 @@ def _run_of(checkpoint: Path) -> _Run:
     Raises:
         ConfigError: There is none, or none of a run with a policy.
     """
-    folders = list(checkpoint.absolute().parents)[:3]
-    path = next((folder / _CONFIG for folder in folders if (folder / _CONFIG).is_file()), None)
+    path = _config_of(checkpoint)
     if path is None:
+        folder = checkpoint.absolute().parent
         raise ConfigError(
-            f"{checkpoint}: no {_CONFIG} beside it or in the folders {folders[0]} and above, so "
+            f"{checkpoint}: no {_CONFIG} beside it or in the folders {folder} and above, so "
             "the model is not known; give an exported folder (lrlhf export, or the run's "
             "export/final)"
         )

@@ -140,8 +140,11 @@ class ScoreModel(PretrainedSpec):
             scale_max=self.scale_max,
         )
 
-    def load(self) -> RewardNetwork:
+    def load(self, *, any_heads: bool = False) -> RewardNetwork:
         """Load the network, ready for training, its backbone in eval mode as it comes.
+
+        Args:
+            any_heads: A reward model may have other heads than these, and keeps its own.
 
         Raises:
             ValueError: The source leads to no model, an option does not fit it, or it is a reward
@@ -149,7 +152,8 @@ class ScoreModel(PretrainedSpec):
         """
         trained = load_scorer(self, trainable=True)
         if trained is not None:
-            self._check_same_heads(trained)
+            if not any_heads:
+                self._check_same_heads(trained)
             return RewardNetwork(trained)
         backbone = load_backbone(self, trainable=True)
         return RewardNetwork(HeadedBackbone(backbone, self.head_config()))

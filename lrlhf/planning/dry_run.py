@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -177,7 +178,7 @@ class DryRun:
             if tensor is not None
         ]
         weights: dict[int, Tensor] = {}
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with _errors_said_once(), FakeTensorMode(allow_non_fake_inputs=True):
             for tensors, name, tensor in skeleton:
                 if id(tensor) not in weights:
                     weights[id(tensor)] = self._fake(tensor)
@@ -205,6 +206,18 @@ class DryRun:
         with torch.autocast("cpu", dtype=self._dtype, cache_enabled=cached):
             yield
         torch.clear_autocast_cache()
+
+
+@contextlib.contextmanager
+def _errors_said_once() -> Iterator[None]:
+    """Keep torch from logging the traceback of an error that it raises as well."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -15,6 +16,7 @@ from lrlhf.models import (
     ValueHead,
     ValueModel,
     ValueNetwork,
+    context_length,
     new_value_head,
     packs,
     plain_model,
@@ -141,7 +143,9 @@ class _PolicyMemory:
             weights = weights_of(model, plain_model(model), quantization=spec.quantization)
             self._phases.hold(weights)
 
-    def _reward_models(self) -> Iterator[tuple[str, tuple[nn.Module, Mapping[str, Any]]]]:
+    def _reward_models(
+        self,
+    ) -> Iterator[tuple[str, tuple[PreTrainedModel | PeftModel, Mapping[str, Any]]]]:
         """Hold trained reward models, which every process has whole."""
         for name, model, options in reward_models(self._options, self._phases.note):
             self._hold_outside(weights_of(model).whole.size)
@@ -219,14 +223,24 @@ class _PolicyMemory:
             return weights, 0
         return weights, max(0, round(share * size) - weights)
 
-    def _add_scoring(self, name: str, model: nn.Module, options: Mapping[str, Any]) -> None:
+    def _add_scoring(
+        self, name: str, model: PreTrainedModel | PeftModel, options: Mapping[str, Any]
+    ) -> None:
         rows = min(int(options.get("batch_size", 8)), self._plan.responses_sampled)
+        longest = self._prompt_tokens + self._new_tokens
+        limits = (options.get("max_tokens"), context_length(model))
+        tokens = min([longest, *(limit for limit in limits if limit is not None)])
+        if tokens < longest:
+            self._phases.note(
+                f"reward {name!r} reads at most {tokens} tokens: a prompt and response may have "
+                f"{longest}, and those that are longer get no score"
+            )
         usage = self._phases.dry_run.forward(
             model,
             lambda batch: model(
                 input_ids=batch.input_ids, attention_mask=batch.attention_mask.long()
             ),
-            Shape(rows, self._prompt_tokens + self._new_tokens),
+            Shape(rows, tokens),
         )
         option = f"model.rewards.functions.{name}.batch_size (now {rows})"
         self._phases.add(f"score responses: {name}", usage, option=option)

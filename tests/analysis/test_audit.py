@@ -171,6 +171,20 @@ def test_a_bias_to_the_longer_answer_is_told_with_its_interval(longer: int, seve
     assert 0.5 < measure.low < longer / 300 < measure.high
 
 
+def test_pairs_of_equal_length_are_said_not_to_count_and_figures_say_of_what_they_are() -> None:
+    rows = clean_pairs(40)
+    for number, row in enumerate(rows):
+        # 30 pairs whose better answer is the longer one, and 10 of equal length
+        row["chosen"] = row["rejected"][::-1] + ("!" if number < 30 else "")
+
+    said = as_text(audited(rows)).splitlines()
+
+    (bias,) = [line for line in said if line.startswith("longer answer preferred (share): 1 (")]
+    assert bias.endswith(" in 30 pairs; not counted: 10 with answers of equal length")
+    (median,) = [line for line in said if line.startswith("tokens of a row, median: ")]
+    assert median.endswith(" in 80 texts")  # two of each pair
+
+
 def test_pairs_of_one_prompt_count_as_a_cluster() -> None:
     rows = clean_pairs(60)
     for number, row in enumerate(rows):

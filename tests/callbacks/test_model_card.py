@@ -1,5 +1,6 @@
 """What a model card says, and what it must not."""
 
+import ast
 import json
 import math
 from collections.abc import Sequence
@@ -10,11 +11,14 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 from PIL import Image
+from transformers import PreTrainedTokenizerBase
 
 from lrlhf.callbacks import HFExport
 from lrlhf.callbacks.model_card import CURVES, Origin, write_model_card
 from lrlhf.datamodules import PromptDataModule
 from lrlhf.loggers import ResumingCSVLogger
+from lrlhf.models import ScoreModel
+from lrlhf.modules import RewardModel
 from tests.callbacks.fakes import ToyPolicy, batches, trainer
 
 HOSTILE = "</details><script>alert(1)</script>\n---\n```\n# Owned [x](https://example.org) | @all"
@@ -255,3 +259,24 @@ def test_how_it_is_used_follows_from_its_files(
     made = card(folder)
     assert (made.data.pipeline_tag, made.data.library_name) == (task, library)
     assert code in made.text.partition("## Use")[2].partition("##")[0]
+
+
+def test_the_snippet_of_a_reward_model_runs_whatever_its_heads_are(
+    model_folder: str,
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "export"
+    network = ScoreModel(source=model_folder, heads=["quality"], pooling="mean", head="mlp").load()
+    network.save_pretrained(folder, tokenizer)
+    code = card(folder).text.partition("```python\n")[2].partition("```")[0]
+    assert "RewardModel(" in code
+
+    exec(code.replace("path/to/this/folder", str(folder)), {})
+
+    shown = ast.literal_eval(capsys.readouterr().out)
+    kept = RewardModel(network, tokenizer=tokenizer).score("prompt", ["one response", "another"])
+    assert shown == kept
+    with pytest.raises(ValueError, match=r"HeadConfig.*pooling='mean'.*asks for .*pooling='last'"):
+        RewardModel(ScoreModel(source=str(folder), heads=["quality"], head="mlp"))

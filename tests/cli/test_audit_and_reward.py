@@ -209,6 +209,19 @@ def test_reward_tells_by_step_what_a_run_said(capsys: pytest.CaptureFixture[str]
     assert "Signal by step" in Path("rewards.html").read_text()
 
 
+def test_a_step_without_two_lengths_has_no_correlation_with_length(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = write_run("run")
+    write_rows(f"{run}/rollouts.jsonl", [record(1, 0, float(k), "x") for k in range(4)])
+
+    assert main(["reward", run]) == 0
+
+    said = capsys.readouterr().out
+    assert "prompts without signal 0.0%, correlation with length undefined" in said
+    assert "nan" not in said
+
+
 def test_rewards_of_a_config_score_the_responses_of_a_run_anew(
     prompts: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

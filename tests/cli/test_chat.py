@@ -239,6 +239,18 @@ def test_a_run_reads_and_samples_as_it_was_trained(a_run: Path, prompts: list[st
     assert second["row"] == 3
 
 
+def test_a_run_from_python_answers_with_its_export_and_says_so(
+    a_run: Path, prompts: list[str], capsys: Capture
+) -> None:
+    (a_run / "config.yaml").unlink()
+    (a_run / "export").mkdir()
+    (a_run / "model 1").rename(a_run / "export" / "final")
+    assert answer(a_run, "--temperature=0", "--max_new_tokens=6") == 0
+    export = a_run / "export" / "final"
+    assert [line["completion"] for line in written()] == [greedy(export, p, 6) for p in prompts]
+    assert f"no config.yaml, as of a run from Python: takes {export}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("half", [b"", b'{"row": 3, "samp'])
 def test_a_broken_run_goes_on_and_ends_as_one_that_was_not(
     model_folder: str,

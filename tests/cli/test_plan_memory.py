@@ -10,7 +10,7 @@ import yaml
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
-from transformers import LlamaConfig
+from transformers import BertConfig, LlamaConfig
 
 from lrlhf.cli import run
 from lrlhf.models import CausalLM, sequence_logprobs
@@ -325,3 +325,42 @@ def test_on_a_gpu_it_plans_what_a_run_chooses_by_itself(
     assert automatic == planned({"micro_batch_tokens": 2048}, precision="bf16-mixed")[0]
     assert automatic != planned({"micro_batch_tokens": None}, precision="bf16-mixed")[0]
     assert automatic != planned({"micro_batch_tokens": 2048}, precision="32-true")[0]
+
+
+@pytest.mark.parametrize(("own", "limit"), [({}, 40), ({"max_tokens": 24}, 24)])
+def test_a_reward_model_that_reads_less_than_a_run_writes_is_counted_with_what_it_reads(
+    config_only: str,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    own: dict[str, int],
+    limit: int,
+) -> None:
+    BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        max_position_embeddings=40,
+    ).save_pretrained("encoder")
+    learned = {"class_path": "LearnedReward", "init_args": {"source": "encoder", **own}}
+    functions = {"functions": {"preference": learned}}
+    rewards = {"rewards": {"class_path": "Rewards", "init_args": functions}}
+
+    table, shown = _planned(capsys, _config(config_only, **rewards))
+
+    assert "score responses: preference" in table
+    # prompts of 48 tokens and responses of 16
+    assert f"reward 'preference' reads at most {limit} tokens: a prompt and response may" in shown
+    assert not caplog.records
+
+
+def test_torch_does_not_log_what_it_raises(caplog: pytest.LogCaptureFixture) -> None:
+    class Wrong(nn.Module):
+        def forward(self, batch: Any) -> Any:
+            return torch.zeros(2, 3).expand(2, batch.input_ids.shape[1])
+
+    model = Wrong()
+    with pytest.raises(RuntimeError, match="expanded size"):
+        DryRun(None, casts_weights=False).forward(model, model, Shape(2, 5))
+    assert not caplog.records

@@ -26,14 +26,16 @@ def biases(rows: Sequence[AuditedRow]) -> tuple[list[Finding], list[Measure]]:
         for row, better in judged
         if len(set(row.answer_tokens)) == 2
     ]
+    equally_long = len(judged) - len(longer)
     first = [(better == 0, row.keys) for row, better in judged if row.unordered]
     findings: list[Finding] = []
     measures: list[Measure] = []
-    for name, preferred, found, meaning, remedy in (
+    for name, preferred, found, uncounted, meaning, remedy in (
         (
             "length bias",
             "longer answer preferred",
             longer,
+            f"{equally_long:,} with answers of equal length" if equally_long else "",
             "A reward model may learn the length instead of what makes answers good.",
             "Compare answers of equal length, balance the pairs, or watch the correlation of "
             "scores and length; right where longer answers are better.",
@@ -42,6 +44,7 @@ def biases(rows: Sequence[AuditedRow]) -> tuple[list[Finding], list[Measure]]:
             "position bias",
             "first answer preferred",
             first,
+            "",
             "Whoever judged looked at the place of an answer too, or the order was not random.",
             "Judge each pair in both orders, or shuffle the candidates before they are judged.",
         ),
@@ -50,11 +53,12 @@ def biases(rows: Sequence[AuditedRow]) -> tuple[list[Finding], list[Measure]]:
         count, of = sum(outcomes), len(outcomes)
         low, high = share_interval(outcomes, prompts)
         if of:
-            measures.append(Measure(f"{preferred} (share)", count / of, low, high, of))
+            share = Measure(f"{preferred} (share)", count / of, low, high, of, "pairs", uncounted)
+            measures.append(share)
         if of and not low <= 0.5 <= high and abs(count / of - 0.5) >= _NOTED:
             severity: Severity = "warning" if abs(count / of - 0.5) >= _GRAVE else "note"
-            share = f"In {count / of:.1%} of {of:,} pairs ({low:.1%} to {high:.1%})"
-            said = f"{share} the {preferred.replace('preferred', 'is preferred')}. {meaning}"
+            where = f"In {count / of:.1%} of {of:,} pairs ({low:.1%} to {high:.1%})"
+            said = f"{where} the {preferred.replace('preferred', 'is preferred')}. {meaning}"
             findings.append(Finding(name, severity, count, of, said, remedy, ()))
     return findings, measures
 
@@ -62,11 +66,14 @@ def biases(rows: Sequence[AuditedRow]) -> tuple[list[Finding], list[Measure]]:
 def lengths(rows: Sequence[AuditedRow]) -> list[Measure]:
     """Return the median and the largest number of tokens, of rows and of answers."""
     measures = []
-    for what, counts in (
-        ("tokens of a row", [count for row in rows for count in row.tokens]),
-        ("tokens of an answer", [count for row in rows for count in row.answer_tokens]),
+    for what, unit, counts in (
+        # a pair has two texts
+        ("tokens of a row", "texts", [count for row in rows for count in row.tokens]),
+        ("tokens of an answer", "answers", [count for row in rows for count in row.answer_tokens]),
     ):
+        of = len(counts)
         if counts:
-            measures.append(Measure(f"{what}, median", statistics.median(counts), of=len(counts)))
-            measures.append(Measure(f"{what}, most", max(counts), of=len(counts)))
+            middle = statistics.median(counts)
+            measures.append(Measure(f"{what}, median", middle, of=of, unit=unit))
+            measures.append(Measure(f"{what}, most", max(counts), of=of, unit=unit))
     return measures

@@ -88,3 +88,7 @@ class Measure(NamedTuple):
     high: float | None = None
     of: int | None = None
     """How many rows or pairs it is of."""
+    unit: str = ""
+    """What they are, where the name does not say it."""
+    uncounted: str = ""
+    """What was left out of them."""

@@ -49,7 +49,8 @@ def as_page(audit: Audit, path: str | Path, title: str) -> Path:
         [split, of, audit.usable[split]] for split, of in audit.totals.items()
     ]
     measures: list[list[Any]] = [
-        [each.name, each.value, each.low, each.high, each.of] for each in audit.measures
+        [each.name, each.value, each.low, each.high, each.of, each.unit, each.uncounted]
+        for each in audit.measures
     ]
     overview = Section(
         "Overview",
@@ -65,7 +66,7 @@ def as_page(audit: Audit, path: str | Path, title: str) -> Path:
                 note="" if audit.findings else "Nothing was found.",
             ),
             Table(
-                ["figure", "value", "95 % from", "to", "of"],
+                ["figure", "value", "95 % from", "to", "of", "what", "not counted"],
                 measures,
                 title="Figures",
             ),
@@ -115,8 +116,11 @@ def _lines(audit: Audit) -> Iterator[str]:
 def _told(measure: Measure) -> str:
     value = measure.value if isinstance(measure.value, str) else f"{measure.value:,.4g}"
     interval = f" ({measure.low:.3g} to {measure.high:.3g})" if measure.low is not None else ""
-    of = f", of {measure.of:,}" if measure.of is not None else ""
-    return f"{measure.name}: {value}{interval}{of}"
+    of = "" if measure.of is None else f", of {measure.of:,}"
+    if measure.unit:
+        of = f" in {measure.of:,} {measure.unit}"
+    left_out = f"; not counted: {measure.uncounted}" if measure.uncounted else ""
+    return f"{measure.name}: {value}{interval}{of}{left_out}"
 
 
 def _how_many(finding: Finding) -> str:

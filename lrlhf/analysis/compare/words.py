@@ -31,7 +31,8 @@ def _verdict(row: Row, a: str, b: str) -> str:
         return f"{a} and {b} have the same {row.metric}, one by one,"
     size = amount(abs(row.difference.value), row)
     up = row.difference.value > 0
-    told = f"{_interval(row, up=up)}, {probability(row)}"
+    # of a loss it says whose difference it is: the size before it has no sign
+    told = f"{'' if up else f'{b} − {a}: '}{_interval(row)}, {probability(row)}"
     if row.adjusted_p > _LEVEL:
         way = "above" if up else "below"
         return (
@@ -43,11 +44,9 @@ def _verdict(row: Row, a: str, b: str) -> str:
     return f"{b} is {'better' if up else 'worse'} than {a} by {size} ({told})"
 
 
-def _interval(row: Row, *, up: bool) -> str:
-    """Say the interval in the direction of the difference."""
+def _interval(row: Row) -> str:
+    """Say the interval with the signs that the table has."""
     low, high = row.difference.low, row.difference.high
-    if not up:
-        low, high = -high, -low
     if math.isinf(low):
         return "too few for a 95 % interval"
     scale = _scale(row)

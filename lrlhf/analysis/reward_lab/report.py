@@ -265,7 +265,8 @@ def _lines(lab: Lab) -> Iterator[str]:
     ])  # fmt: skip
     yield from _block(_title("steps", lab.steps, _STEPS_IN_TEXT), [
         f"{one.step}: score {one.means[SCORE]:.4g}, without score {one.missing:.1%}, prompts "
-        f"without signal {one.no_signal:.1%}, correlation with length {one.with_length:.2f}"
+        f"without signal {one.no_signal:.1%}, correlation with length "
+        + ("undefined" if math.isnan(one.with_length) else f"{one.with_length:.2f}")
         for one in _spread(lab.steps)
     ])  # fmt: skip
     for title, rows in (

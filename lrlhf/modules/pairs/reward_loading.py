@@ -16,7 +16,7 @@ def load_reward_model(
     """Return a network, its tokenizer, and for a vision-language network its processor.
 
     Args:
-        model: A network, a source, or a `ScoreModel`.
+        model: A network, a `ScoreModel`, or a source; a reward model there keeps its heads.
         tokenizer: None: the one that comes with the source.
         processor: None: the one that comes with the source, if any.
 
@@ -29,7 +29,8 @@ def load_reward_model(
         network = model
     else:
         spec = _as_spec(model)
-        network = spec.load()
+        # who names a source alone has not chosen heads: a reward model has its own
+        network = spec.load(any_heads=isinstance(model, str))
         tokenizer = tokenizer or spec.load_tokenizer()
         processor = processor or spec.load_processor()
     return network, tokenizer, MediaProcessor.for_model(processor, network.config)

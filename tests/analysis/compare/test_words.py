@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from lrlhf.analysis.compare import compare_runs
-from lrlhf.analysis.compare.words import answer, needs, notes, power_sentence, wins_and_losses
+from lrlhf.analysis.compare.words import (
+    answer,
+    cells,
+    needs,
+    notes,
+    power_sentence,
+    wins_and_losses,
+)
 from tests.analysis.compare.runs import response, scored, write_run
 
 
@@ -38,12 +45,22 @@ def test_one_seed_each_speaks_of_two_checkpoints() -> None:
     )
 
 
-def test_a_worse_side_is_said_to_be_worse_with_its_interval_turned() -> None:
-    better, worse = answer(told([HALF], [ONES])), answer(told([ONES], [HALF]))
-    assert worse.startswith("B is worse than A by 50.0 points (95 % interval ")
-    low, high = (float(worse.split("interval ")[1].split(",")[0].split(" to ")[i]) for i in (0, 1))
-    assert 0 < low < 50 < high
-    assert better.endswith("recipes.")
+def test_the_interval_of_a_worse_side_has_the_signs_of_the_table() -> None:
+    found = told([ONES], [HALF])
+    worse = answer(found)
+    assert worse.startswith("B is worse than A by 50.0 points (B − A: 95 % interval −")
+    shown = worse.split("interval ")[1].split(",")[0]
+    assert shown == cells(found.main)[3]
+    low, high = (float(end.replace("−", "-")) for end in shown.split(" to "))
+    assert low < -50 < high < 0
+
+
+def test_a_side_below_by_chance_has_an_interval_around_zero_with_the_signs_of_the_table() -> None:
+    few = [1.0, 1.0, *ZEROS[2:]]
+    found = told([few], [ZEROS])
+    said = answer(found)
+    assert "B is 10.0 points below A (B − A: 95 % interval −" in said
+    assert said.split("interval ")[1].split(",")[0] == cells(found.main)[3]
 
 
 def test_what_is_not_shown_is_not_claimed() -> None:
