@@ -60,7 +60,7 @@ examples:
   lrlhf fit --config configs/quickstart.yaml --print_config       every option and its value
   lrlhf check --config configs/quickstart.yaml                    what is wrong with a config
   lrlhf plan --config configs/quickstart.yaml                     what fit would do, in numbers
-  lrlhf fit --model.help RLOO                                     what a class accepts
+  lrlhf help LearnedReward                                        what a class accepts
   lrlhf serve-reward --model.source runs/reward_text/export/final a reward model over HTTP
 
 options:
@@ -83,16 +83,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments or os.environ.get("LRLHF_DEBUG", "") not in {"", "0"}
     arguments = [argument for argument in arguments if argument != "--debug"]
-    if arguments[:1] == ["help"] and len(arguments) > 1:
-        arguments = [arguments[1], "--help"]
-    if not arguments or arguments[0] in {"-h", "--help", "help"}:
+    of_class = arguments[:1] == ["help"] and any(map(_names_class, arguments[1:2]))
+    if arguments[:1] == ["help"] and not of_class:
+        arguments = [*arguments[1:2], "--help"]
+    if not arguments or arguments[0] in {"-h", "--help"}:
         listing = "\n".join(f"  {name:<12} {what}" for name, what in COMMANDS.items())
         sys.stdout.write(_HELP.format(commands=listing))
         return 0
     if arguments[0] in {"--version", "-V"}:
         sys.stdout.write(f"lrlhf {version('lrlhf')}\n")
         return 0
-    if arguments[0] not in COMMANDS:
+    if arguments[0] not in COMMANDS and not of_class:
         return _refuse(arguments[0])
     if arguments[0] in _OWN_HELP and {"-h", "--help"} & set(arguments[1:]):
         import_module(_OWN_HELP[arguments[0]]).parser().print_help()
@@ -105,6 +106,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = import_module("lrlhf.cli").run
     status: int = run(arguments, debug=debug)
     return status
+
+
+def _names_class(word: str) -> bool:
+    """Whether it is the name of a class rather than of a command."""
+    return word[:1].isupper() or "." in word
 
 
 def _help_of(command: str, *options: str) -> str | None:

@@ -206,6 +206,8 @@ class PreferenceBatch(TensorBatch):
     """What else the row held; written to the evaluation file as it is."""
     places: tuple[str, ...] | None = None
     """Where each row stands in the data, such as ``pairs.jsonl:17``; None: nowhere."""
+    said: tuple[tuple[str, str, str] | None, ...] | None = None
+    """Prompt and answers as the row has them, where the tokens do not give them back."""
 
     host: PreferenceBatch | None = None
     """The batch in main memory that this one is a copy of on a device; None: this is it."""

@@ -68,6 +68,7 @@ def answer_file(given: argparse.Namespace) -> str:
         settings |= {"model": _stamp(trained), "file": _stamp_of(given.prompts)}
         done = output.begin(settings)
         rows = _rows(given.prompts, _reader(trained, prompts), behind=done)
+        rows = _noting_the_format(rows, trained, prompts)
         try:
             counts = _answer(rows, trained, sampling, given, output)
         except KeyboardInterrupt:
@@ -184,6 +185,26 @@ def _rows(path: Path, reader: PromptReader, *, behind: int) -> Iterator[_Numbere
             yield _Numbered(number, reader.read(row, path.absolute().parent))
         except (BadRow, ValueError) as problem:
             raise _refusal(path, number, problem) from problem
+
+
+def _noting_the_format(
+    rows: Iterator[_Numbered], trained: TrainedPolicy, prompts: Mapping[str, Any]
+) -> Iterator[_Numbered]:
+    """Say that a model with a chat template is given plain texts, by the first of the rows.
+
+    A run's config says which of the two it was trained on; a model alone does not.
+    """
+    chats = trained.policy.tokenizer.chat_template is not None
+    unsaid = chats and trained.sampling is None and "as_chat" not in prompts
+    for one in rows:
+        if unsaid and isinstance(one.row.prompt, str):
+            sys.stderr.write(
+                f"{trained.origin} has a chat template, and texts are given to it as they are; "
+                "--as_chat makes each the user's turn of a chat, as in training with as_chat "
+                "(--no-as_chat: as they are, without this line)\n"
+            )
+        unsaid = False
+        yield one
 
 
 def _raw_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:

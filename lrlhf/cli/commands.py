@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lrlhf.cli.application import Application, Exporter, Replayer
 from lrlhf.cli.chat_command import chat
+from lrlhf.cli.class_help import help_of_class
 from lrlhf.cli.config_files import ConfigFile, folders_of_own_code, read_config_files
 from lrlhf.cli.convert_command import convert
 from lrlhf.cli.generate_command import generate
@@ -57,6 +58,7 @@ def _application(
         "convert": convert,
         "chat": chat,
         "generate": generate,
+        "help": help_of_class,
         "serve-policy": serve_policy,
     }
     if command in own:

@@ -52,7 +52,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--as_chat",
         action=argparse.BooleanOptionalAction,
-        help="make a text the user's turn of a chat",
+        help="make a text the user's turn of a chat; default: as in the run, which an exported "
+        "folder does not tell",
     )
     parser.add_argument("--system_prompt", help="of every chat that has none")
     return parser

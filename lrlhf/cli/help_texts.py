@@ -14,6 +14,7 @@ _CHECKPOINT = """\
                               the folder of an exported model"""
 _MORE = """\
 more:
+  lrlhf help LearnedReward                       what a class of lrlhf accepts, at any depth
   lrlhf fit --model.help RLOO                    what a class accepts: RLOO, PPO, RewardModel,
   lrlhf fit --data.help PromptDataModule         or the path of one of yours
   lrlhf fit --trainer.callbacks.help KLControl

@@ -146,10 +146,7 @@ def rendered(
         RewardError: There is no template, or it refuses the turns.
     """
     if template is None and tokenizer.chat_template is None:
-        raise RewardError(
-            f"the prompts are chats, and the tokenizer of {source!r} has no chat "
-            "template: give chat_template"
-        )
+        raise RewardError(f"the prompts are chats, and {no_template(tokenizer, source, open_turn)}")
     try:
         text = tokenizer.apply_chat_template(
             [dict(message) for message in turns],
@@ -163,6 +160,32 @@ def rendered(
             f"the chat template of {source!r} refuses the messages: {error}; give chat_template"
         ) from error
     return str(text)
+
+
+def no_template(tokenizer: PreTrainedTokenizerBase, source: str, open_turn: bool) -> str:
+    """Say that a tokenizer cannot render chats, and which option of its reward helps."""
+    return (
+        f"the tokenizer of {source!r} has no chat template: give chat_template; for a model that "
+        f"was trained on plain texts chat_template: {plain_template(tokenizer, open_turn)!r}"
+    )
+
+
+def plain_template(tokenizer: PreTrainedTokenizerBase, open_turn: bool) -> str:
+    """Return the template that renders a chat as plain text is encoded: turn after turn.
+
+    It writes the marks around plain text out, as those are for a chat's template to say.
+
+    Args:
+        tokenizer: The reward model's.
+        open_turn: The text goes on, so that nothing ends it.
+    """
+    bare, ids = (text_ids(tokenizer, "a", chat=chat) for chat in (True, False))
+    starts = [i for i in range(len(ids)) if ids[i : i + len(bare)] == bare]
+    start = starts[0] if starts else 0
+    before, after = ids[:start], ids[start + len(bare) :]
+    first, last = ("".join(tokenizer.convert_ids_to_tokens(part)) for part in (before, after))
+    turns = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    return f"{first}{turns}{'' if open_turn else last}"
 
 
 def token_limit(

@@ -228,6 +228,23 @@ def test_every_row_is_answered_in_order(
     assert {path.name for path in Path().iterdir()} == {"in.jsonl", "out.jsonl"}
 
 
+def test_plain_texts_for_a_model_that_chats_are_noted_unless_they_were_chosen(
+    model_folder: str, a_run: Path, capsys: Capture
+) -> None:
+    def remarks(source: object, prompt: object, *flags: str) -> str:
+        Path("in.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
+        Path("out.jsonl").unlink(missing_ok=True)
+        short = "--max_new_tokens=2"
+        assert answer(source, short, *flags) == 0
+        return capsys.readouterr().err
+
+    assert "--as_chat makes each the user's turn" in remarks(model_folder, "one")
+    for flag in ("--as_chat", "--no-as_chat"):
+        assert "--as_chat" not in remarks(model_folder, "one", flag)
+    assert "--as_chat" not in remarks(model_folder, [{"role": "user", "content": "one"}])
+    assert "--as_chat" not in remarks(a_run, "one")
+
+
 def test_a_run_reads_and_samples_as_it_was_trained(a_run: Path, prompts: list[str]) -> None:
     del prompts
     Path("in.txt").write_text("one\n\ntwo\n")

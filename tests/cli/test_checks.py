@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -138,6 +139,37 @@ def test_rewards_of_rewards_are_no_columns_and_mistakes_in_them_are_found(
         code, text = checked(**options)
         assert (code, message in text) == (2, True), text
         assert "Traceback" not in text
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize("kind", ["LearnedReward", "ProcessReward", "GenerativeReward"])
+def test_a_reward_model_without_a_template_is_found_before_it_is_to_read_chats(
+    kind: str, model_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(model_folder, judge := tmp_path / "judge")
+    (judge / "chat_template.jinja").unlink()
+    path = f"lrlhf.{'rollout' if kind == 'GenerativeReward' else 'rewards'}.{kind}"
+
+    def checked(*, as_chat: bool = True, **options: str) -> tuple[int, str]:
+        data = {**_questions(8), "as_chat": as_chat}
+        config = experiment("RLOO", {"policy": model_folder}, data, reward=REWARD)
+        entry = {"class_path": path, "init_args": {"source": str(judge), **options}}
+        config["model"]["init_args"]["rewards"]["init_args"]["functions"] = [entry]
+        Path("run.yaml").write_text(yaml.safe_dump(config))
+        code, told = run(["check", "--config", "run.yaml"]), capsys.readouterr()
+        return code, told.out + told.err
+
+    code, text = checked()
+    assert code == 2, text
+    # a text that RewardModel trains on ends with the end token; the others go on
+    end = "<|endoftext|>" if kind == "LearnedReward" else ""
+    line = "{% for m in messages %}{{ m.content }}{% endfor %}" + end
+    assert "has no chat template: give chat_template; for a model that was trained on" in text
+    assert f"chat_template: '{line}'" in text
+    assert checked(chat_template=line)[0] == 0
+    assert checked(tokenizer=model_folder)[0] == 0
+    # what a generative reward model is asked is a chat whatever the prompts are
+    assert checked(as_chat=False)[0] == (2 if kind == "GenerativeReward" else 0)
 
 
 @pytest.mark.usefixtures("no_weights")

@@ -120,7 +120,34 @@ def test_what_the_help_says_next_works(
         if "--config" in arguments:
             arguments.append("--print_config")
         assert main(arguments) == 0, line
-        assert capsys.readouterr().out.startswith(("usage: ", "# lightning", "seed_everything"))
+        assert capsys.readouterr().out.startswith(
+            ("usage: ", "# lightning", "seed_everything", "lrlhf.rewards.")
+        )
+
+
+def test_a_class_is_explained_by_its_short_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", "LearnedReward"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("lrlhf.rewards.LearnedReward\n\nThe score that a trained reward model")
+    assert "\n    chat_template: Jinja text for prompts that are chats" in out
+    assert "\n    source: str  (required)\n" in out
+    assert "\n    batch_size: int = 8\n" in out
+
+    assert main(["help", "lrlhf.rollout.Sampling"]) == 0  # a dataclass
+    assert "\n    temperature: float = 1.0\n" in capsys.readouterr().out
+
+
+def test_a_misspelt_class_is_answered_with_the_nearest_and_one_for_another_option_with_the_way(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["help", "LernedReward"]) == 2
+    assert "no class 'LernedReward' in lrlhf; did you mean 'LearnedReward'?" in (
+        capsys.readouterr().err
+    )
+    assert main(["help", "fti"]) == 2
+    assert "no command 'fti'" in capsys.readouterr().err
+    assert main(["fit", "--model.help", "LearnedReward"]) == 2
+    assert "`lrlhf help LearnedReward` explains" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

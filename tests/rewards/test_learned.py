@@ -5,6 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+from tokenizers.processors import TemplateProcessing
 from torch.testing import assert_close
 from transformers import (
     AutoModelForSequenceClassification,
@@ -12,10 +15,12 @@ from transformers import (
     BertForSequenceClassification,
     LlamaForSequenceClassification,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 
 from lrlhf.models import RewardNetwork, ScoreModel
 from lrlhf.rewards import LearnedReward, RewardResult, Rewards
+from lrlhf.rewards.learned_rows import plain_template, rendered, text_ids
 from lrlhf.types import SequenceBatch
 from tests.conftest import build_language_model
 
@@ -214,3 +219,23 @@ def test_responses_to_equal_prompts_share_what_they_begin_with(two_heads_folder:
     for prompt, answer, found in zip(prompts, answers, together, strict=True):
         alone = score(function, [prompt], [answer]).scores
         assert float(found) == pytest.approx(float(alone[0]), abs=1e-5)
+
+
+def test_the_advised_template_gives_an_encoder_its_marks() -> None:
+    backend = Tokenizer(WordLevel({"[PAD]": 0, "[CLS]": 1, "[SEP]": 2, "a": 3, "b": 4, "[UNK]": 5}))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, cls_token="[CLS]", sep_token="[SEP]", unk_token="[UNK]"
+    )
+    template = plain_template(tokenizer, open_turn=False)
+    assert template == "[CLS]{% for m in messages %}{{ m.content }}{% endfor %}[SEP]"
+    text = rendered(
+        tokenizer,
+        template,
+        [{"role": "user", "content": "a "}, {"role": "assistant", "content": "b"}],
+        source="",
+    )
+    assert text_ids(tokenizer, text, chat=True) == [1, 3, 4, 2]

@@ -63,6 +63,10 @@ _RULES = (
         r"Got value: (?:Namespace\(class_path=')?(?P<value>[\w.]+)",
         "no function or class '{value}' ({why}){near}",
     ),
+    _Rule(
+        r"--[\w.]+\.help: Expected a dot import path string: (?P<value>.+)$",
+        "this option takes no class '{value}'; `lrlhf help {value}` explains a class of lrlhf",
+    ),
     _Rule(r"Expected a dot import path string: (?P<value>.+)$", "no class '{value}'", rank=4),
     _Rule(
         r"(?s)(?:Not a valid subclass of|Does not implement protocol) (?P<type>\w+)"

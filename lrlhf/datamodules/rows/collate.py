@@ -74,6 +74,8 @@ class PairRow:
     info: Mapping[str, Any]
     place: str = field(default="", compare=False)
     """Source and row number; no part of what the pair is."""
+    said: tuple[str, str, str] | None = field(default=None, compare=False)
+    """Prompt and answers as the row has them; None: the tokens give them back."""
 
     def with_media(self, reader: MediaReader) -> PairRow:
         """Read the images and videos of both, or raise `BadRow`."""
@@ -115,6 +117,7 @@ def collate_pairs(rows: Sequence[PairRow], pad_token_id: int) -> PreferenceBatch
         margin=torch.tensor(margins, dtype=torch.float32) if margins else None,
         info=tuple(row.info for row in rows),
         places=tuple(row.place for row in rows),
+        said=tuple(row.said for row in rows),
     )
 
 

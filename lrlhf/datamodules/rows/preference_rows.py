@@ -30,6 +30,7 @@ from lrlhf.datamodules.rows.tokenizing import (
     Text,
     Tokens,
     common_prefix,
+    loses_text,
     tokenize,
     tokenize_ended,
     with_end,
@@ -315,6 +316,7 @@ def tokenize_pairs(
     both = [
         tokenize_ended(tokenizer, [pair.candidates[index] for pair in pairs]) for index in (0, 1)
     ]
+    lossy = loses_text(tokenizer)
     rows: list[PairRow | BadRow] = []
     for draft, prompt, *ids in zip(drafts, prompts, *both, strict=True):
         try:
@@ -332,9 +334,19 @@ def tokenize_pairs(
                     margin=draft.margin,
                     keys=keys,
                     info=draft.info,
+                    said=_said(draft.pair) if lossy else None,
                 )
             )
     return rows
+
+
+def _said(pair: TextPair) -> tuple[str, str, str] | None:
+    """Return the prompt and the answers of a plain pair; None: they are chats."""
+    if pair.prompt.complete or any(text.complete for text in pair.candidates):
+        return None
+    prompt = pair.prompt.text
+    first, second = (text.text.removeprefix(prompt) for text in pair.candidates)
+    return prompt, first, second
 
 
 def _candidate(

@@ -13,6 +13,7 @@ Tokens = NDArray[np.int32]
 Mask = NDArray[np.bool_]
 
 _CHUNK = 1024
+_TELLING = "Ab é\n\n(don't)"
 
 
 class Text(NamedTuple):
@@ -38,6 +39,15 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text]) -> list[
         for row, ids in zip(rows, encoded, strict=True):
             tokens[row] = _single_bos(ids, tokenizer.bos_token_id)
     return tokens
+
+
+def loses_text(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Tell whether ids cannot be read as the text that they are of, as those of most encoders.
+
+    They leave capitals, accents or line breaks out, so that people are to be shown the text itself.
+    """
+    ids = tokenizer(_TELLING, add_special_tokens=False, verbose=False)["input_ids"]
+    return str(tokenizer.decode(ids)) != _TELLING
 
 
 def with_end(tokenizer: PreTrainedTokenizerBase, text: Text) -> Text:

@@ -109,6 +109,9 @@ def _texts(batch: PreferenceBatch, row: int, tokenizer: PreTrainedTokenizerBase)
     first, second = batch.candidate0, batch.candidate1
     if any(part.media is not None and part.media[row] is not None for part in (first, second)):
         return {}
+    kept = batch.said[row] if batch.said else None
+    if kept is not None:
+        return dict(zip(("prompt", "candidate0", "candidate1"), kept, strict=True))
     prompt = first.input_ids[row, first.attention_mask[row] & ~first.response_mask[row]]
     answers = (part.input_ids[row, part.response_mask[row]] for part in (first, second))
     said = (str(tokenizer.decode(ids.tolist(), skip_special_tokens=True)) for ids in answers)

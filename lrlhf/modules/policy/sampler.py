@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lrlhf.datamodules.rows.chat import ChatFormat
 from lrlhf.datamodules.text import TextDataModule
+from lrlhf.modules.metrics.constant_rewards import ConstantRewards
 from lrlhf.modules.metrics.rollout_metrics import measure_rollout
 from lrlhf.modules.policy.experience import Sample, trained_scores
 from lrlhf.modules.policy.iteration import Iteration
@@ -77,6 +78,7 @@ class Sampler:
         self._settings = settings
         self._seed = seed
         self._ready = False
+        self._constant = ConstantRewards()
         _check_engine(engine, settings)
         ahead = settings.max_staleness and settings.episodes is not None
         if ahead and (names := rewards.asking_for("environments")):
@@ -119,6 +121,9 @@ class Sampler:
             it.metrics,
             num_generations=self._settings.num_generations,
         )
+        if isinstance(batch, PromptBatch):
+            chats = any(not isinstance(prompt, str) for prompt in batch.prompts)
+            self._constant.observe(measured.rewards, chats=chats)
         self._engine.sleep()
         return _as_sample(trained, filler, stored=stored)
 

@@ -21,6 +21,7 @@ from lrlhf.planning.checks.folders import check_folders
 from lrlhf.planning.checks.logins import check_hub, check_wandb
 from lrlhf.planning.checks.mistake import MistakeError, RefusedError
 from lrlhf.planning.checks.models import check_main_memory, check_models
+from lrlhf.planning.checks.reward_templates import check_reward_templates
 from lrlhf.planning.checks.together import (
     check_batches,
     check_context,
@@ -117,6 +118,7 @@ def check_run(sections: dict[str, Any], parts: Parts, *, trains: bool) -> Iterat
         read = _tried(check_reward_columns, model, seen.columns)
         if read is not None:
             yield f"rewards  read {', '.join(read) or 'no column'}"
+        _tried(check_reward_templates, model, seen)
     if lengths := trained and _tried(check_context, model, data, trained, seen):
         yield f"lengths  {lengths}"
 
