@@ -312,6 +312,8 @@ def port_is_free(base_url: str) -> bool:
             socket.create_connection(("127.0.0.1", urlsplit(base_url).port or 0), timeout=5).close()
         except ConnectionRefusedError:
             return True
+        except ConnectionResetError:  # it was closed while it took this connection
+            continue
         time.sleep(0.02)
     return False
 
