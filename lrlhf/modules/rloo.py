@@ -20,13 +20,13 @@ from lrlhf.modules.base import TrainingModule
 from lrlhf.modules.metrics.measurement import Measurement
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.modules.policy import evaluation_steps
+from lrlhf.modules.policy.complete_settings import complete_settings
 from lrlhf.modules.policy.generate import generate, sample
 from lrlhf.modules.policy.gradient_step import PolicyStep
 from lrlhf.modules.policy.importance_sampling import ImportanceSampling
 from lrlhf.modules.policy.load_policy import load_policy
 from lrlhf.modules.policy.policy_guard import passes_guard
 from lrlhf.modules.policy.policy_parts import PolicyParts
-from lrlhf.modules.policy.policy_settings import complete_settings
 from lrlhf.modules.policy.retake import retake
 from lrlhf.modules.policy.update_batches import minibatches_of
 from lrlhf.modules.settings import (

@@ -10,9 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 from lrlhf.models import TokenBudget, frozen_reference
 from lrlhf.modules import Advantage, Evaluation, Reference, Update
+from lrlhf.modules.policy.complete_settings import complete_settings
 from lrlhf.modules.policy.iteration import Iteration
 from lrlhf.modules.policy.load_policy import LoadedPolicy
-from lrlhf.modules.policy.policy_settings import PolicySettings, complete_settings
+from lrlhf.modules.policy.policy_settings import PolicySettings
 from lrlhf.modules.policy.sampler import Sampler
 from lrlhf.modules.policy.scorer import Scorer
 from lrlhf.rewards import Rewards

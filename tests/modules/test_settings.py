@@ -21,7 +21,7 @@ from lrlhf.modules import (
     Reference,
     Update,
 )
-from lrlhf.modules.policy.policy_settings import assemble_algorithm
+from lrlhf.modules.policy.complete_settings import assemble_algorithm
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Sampling
 from tests.modules.policy_runs import letters

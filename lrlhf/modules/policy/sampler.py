@@ -19,6 +19,7 @@ from lrlhf.modules.policy.experience import Sample, trained_scores
 from lrlhf.modules.policy.iteration import Iteration
 from lrlhf.modules.policy.load_policy import LoadedPolicy
 from lrlhf.modules.policy.policy_settings import PolicySettings
+from lrlhf.modules.policy.sampler_checks import check_engine, check_generating_ahead
 from lrlhf.modules.policy.stored_rollouts import as_collected, check_stored
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import (
@@ -79,14 +80,8 @@ class Sampler:
         self._seed = seed
         self._ready = False
         self._constant = ConstantRewards()
-        _check_engine(engine, settings)
-        ahead = settings.max_staleness and settings.episodes is not None
-        if ahead and (names := rewards.asking_for("environments")):
-            raise ValueError(
-                f"the reward function {names[0]} reads the environments, which a resumed run has "
-                "not for responses that were generated ahead: set max_staleness: 0, or give the "
-                "environment get_reward() and take environment_reward"
-            )
+        check_engine(engine, settings)
+        check_generating_ahead(settings, rewards)
         self._collector = Collector(
             engine, rewards, policy.tokenizer, shows_media=policy.processor is not None
         )
@@ -398,38 +393,3 @@ def _measure_age(rollout: Rollout, it: Iteration) -> None:
     it.metrics.add_values("sync/age", ages)
     if len(ages):
         it.metrics.maximum("sync/age_max", ages.max())
-
-
-def _check_engine(engine: RolloutEngine, settings: PolicySettings) -> None:
-    """Refuse responses whose probabilities could not be compared with the policy's."""
-    can = engine.capabilities
-    hot = settings.sampling.starts_hot or settings.eval_sampling.starts_hot
-    if hot and not can.tells_kept_mass:
-        raise ValueError(
-            f"sampling.first_temperature: {type(engine).__name__} draws all tokens of a response "
-            "at one temperature: leave it out, or take lrlhf.rollout.TransformersEngine"
-        )
-    if settings.sampling.truncates and not can.tells_kept_mass:
-        raise ValueError(
-            f"sampling.top_p, top_k, min_p or min_new_tokens cuts tokens off, and "
-            f"{type(engine).__name__} does not tell how much probability that was, so its "
-            "log-probabilities do not compare with the policy's: set them to 1.0, 0, 0.0 and "
-            "0, or take lrlhf.rollout.TransformersEngine (eval_sampling may cut)"
-        )
-    if settings.eval_sampling.structured is not None and not can.structured:
-        raise ValueError(
-            f"eval_sampling.structured: {type(engine).__name__} holds no responses to a format; "
-            "leave it out, or take lrlhf.rollout.VLLMEngine or VLLMServerEngine"
-        )
-    if settings.max_staleness > 0 and not can.concurrent:
-        raise ValueError(
-            f"max_staleness is {settings.max_staleness}, but model.engine is "
-            f"{type(engine).__name__}, which computes in the training process: set "
-            "max_staleness: 0, or take lrlhf.rollout.VLLMServerEngine"
-        )
-    if settings.max_staleness > 1 and not can.updates_in_flight:
-        raise ValueError(
-            f"max_staleness is {settings.max_staleness}, but {type(engine).__name__} takes no new "
-            "weights while it generates: set max_staleness: 1, or take "
-            "lrlhf.rollout.VLLMServerEngine"
-        )

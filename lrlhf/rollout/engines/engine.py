@@ -286,3 +286,16 @@ def check_seeds(seeds: Sequence[int], prompts: PromptBatch, num_generations: int
         raise ValueError(
             f"{len(seeds)} seeds for {len(prompts)} prompts x {num_generations} generations"
         )
+
+
+def check_format(engine: RolloutEngine, sampling: Sampling, *, option: str = "sampling") -> None:
+    """Check that the engine can hold responses to the format that is asked for, if any.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    if sampling.structured is not None and not engine.capabilities.structured:
+        raise ValueError(
+            f"{option}.structured: {type(engine).__name__} holds no responses to a format; leave "
+            "it out, or take lrlhf.rollout.VLLMEngine or VLLMServerEngine"
+        )

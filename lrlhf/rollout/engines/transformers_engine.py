@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Literal
 
-import psutil
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
@@ -33,9 +32,15 @@ from lrlhf.models import (
     sequence_logprobs,
 )
 from lrlhf.models.modes import ModelRefusalError, in_trial, refusals, trial
-from lrlhf.models.sharding import device_of, gathered, gathered_bytes, has_split_weights
-from lrlhf.models.token_budget import memory_of
-from lrlhf.rollout.engines.engine import Capabilities, RolloutEngine, check_seeds, pad_token_id
+from lrlhf.models.sharding import gathered, has_split_weights
+from lrlhf.rollout.engines.engine import (
+    Capabilities,
+    RolloutEngine,
+    check_format,
+    check_seeds,
+    pad_token_id,
+)
+from lrlhf.rollout.engines.gathering_room import check_room_to_gather
 from lrlhf.rollout.engines.generation_batches import Way, best_way, parts, trial_prompts
 from lrlhf.rollout.engines.kept_prefixes import KeptPrefixes
 from lrlhf.rollout.engines.prompt_sharing import plain_generation_config, prefill
@@ -46,8 +51,6 @@ from lrlhf.types import PromptBatch, Rollout
 
 logger = logging.getLogger(__name__)
 
-_SHARE_OF_FREE = 0.8
-"""Of the memory that is free, what gathered weights may take; keys and values are beside them."""
 _EXACT_GAP = 1e-4
 _ROUNDED_GAP = 0.08
 """Mean distances in nats up to which generation computes what a forward pass does."""
@@ -101,7 +104,7 @@ class TransformersEngine(RolloutEngine):
     ) -> None:
         self._policy = policy
         self._tokenizer = tokenizer
-        _check_room(policy)
+        check_room_to_gather(policy)
 
     @property
     def context_length(self) -> int | None:
@@ -128,11 +131,7 @@ class TransformersEngine(RolloutEngine):
         if not hasattr(self, "_policy"):
             raise RuntimeError("TransformersEngine.attach has not been called")
         check_seeds(seeds, prompts, num_generations)
-        if sampling.structured is not None:
-            raise ValueError(
-                "sampling.structured: TransformersEngine holds no responses to a format; leave it "
-                "out, or take lrlhf.rollout.VLLMEngine or VLLMServerEngine"
-            )
+        check_format(self, sampling)
         if isinstance(self.max_batch_size, int) and self.max_batch_size < num_generations:
             raise ValueError(
                 f"engine.max_batch_size is {self.max_batch_size}, fewer than the "
@@ -362,34 +361,6 @@ def _cached_autocast(device: torch.device) -> Iterator[None]:
             yield
     finally:
         torch.clear_autocast_cache()
-
-
-def _check_room(policy: nn.Module) -> None:
-    """Refuse to gather a split policy that leaves too little memory for generating with it.
-
-    Raises:
-        ValueError: Its weights take more than `_SHARE_OF_FREE` of what is free.
-    """
-    needed = gathered_bytes(policy)
-    if not needed:
-        return
-    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    memory = memory_of(device_of(policy))
-    if memory is not None:
-        place, free = "GPU", memory.room()
-    else:
-        place = "main memory for each process"
-        free = psutil.virtual_memory().available // ranks
-    if ranks > 1:  # all go on, or none
-        rooms = [free] * ranks
-        torch.distributed.all_gather_object(rooms, free)
-        free = min(rooms)
-    if needed > _SHARE_OF_FREE * free:
-        raise ValueError(
-            f"TransformersEngine gathers the whole policy on every process to generate, "
-            f"{needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of the {place} are free: "
-            "take engine: VLLMServerEngine, which gets the weights one at a time"
-        )
 
 
 def _generator(policy: nn.Module) -> PreTrainedModel:

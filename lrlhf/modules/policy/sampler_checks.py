@@ -1,0 +1,59 @@
+"""What a run asks of what generates its responses and of what scores them."""
+
+from __future__ import annotations
+
+from lrlhf.modules.policy.policy_settings import PolicySettings
+from lrlhf.rewards import Rewards
+from lrlhf.rollout import RolloutEngine
+from lrlhf.rollout.engines.engine import check_format
+
+
+def check_engine(engine: RolloutEngine, settings: PolicySettings) -> None:
+    """Refuse an engine that cannot do what the settings ask for.
+
+    Raises:
+        ValueError: Names the setting, and an engine that can.
+    """
+    can = engine.capabilities
+    hot = settings.sampling.starts_hot or settings.eval_sampling.starts_hot
+    if hot and not can.tells_kept_mass:
+        raise ValueError(
+            f"sampling.first_temperature: {type(engine).__name__} draws all tokens of a response "
+            "at one temperature: leave it out, or take lrlhf.rollout.TransformersEngine"
+        )
+    if settings.sampling.truncates and not can.tells_kept_mass:
+        raise ValueError(
+            f"sampling.top_p, top_k, min_p or min_new_tokens cuts tokens off, and "
+            f"{type(engine).__name__} does not tell how much probability that was, so its "
+            "log-probabilities do not compare with the policy's: set them to 1.0, 0, 0.0 and "
+            "0, or take lrlhf.rollout.TransformersEngine (eval_sampling may cut)"
+        )
+    check_format(engine, settings.eval_sampling, option="eval_sampling")
+    if settings.max_staleness > 0 and not can.concurrent:
+        raise ValueError(
+            f"max_staleness is {settings.max_staleness}, but model.engine is "
+            f"{type(engine).__name__}, which computes in the training process: set "
+            "max_staleness: 0, or take lrlhf.rollout.VLLMServerEngine"
+        )
+    if settings.max_staleness > 1 and not can.updates_in_flight:
+        raise ValueError(
+            f"max_staleness is {settings.max_staleness}, but {type(engine).__name__} takes no new "
+            "weights while it generates: set max_staleness: 1, or take "
+            "lrlhf.rollout.VLLMServerEngine"
+        )
+
+
+def check_generating_ahead(settings: PolicySettings, rewards: Rewards) -> None:
+    """Refuse to generate ahead what could not be scored after a resume.
+
+    Raises:
+        ValueError: A reward function reads environments; names it.
+    """
+    if not settings.max_staleness or settings.episodes is None:
+        return
+    if names := rewards.asking_for("environments"):
+        raise ValueError(
+            f"the reward function {names[0]} reads the environments, which a resumed run has "
+            "not for responses that were generated ahead: set max_staleness: 0, or give the "
+            "environment get_reward() and take environment_reward"
+        )
