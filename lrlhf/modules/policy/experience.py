@@ -207,9 +207,7 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
 
     Returns:
         The experience with ``advantages`` (0 outside the response), ``loss_mask``, ``counted``,
-        and with a critic ``returns``: advantages plus values, before any whitening. Where the
-        return of a row goes on with the value of its last token, that value is no target of itself:
-        it would move by the last reward with every update, and never arrive.
+        and with a critic ``returns``: advantages plus values, before any whitening.
 
     Raises:
         ValueError: The estimator returned no advantage per token, or the loss has no place for the
@@ -254,17 +252,12 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
             f"{tuple(advantages.shape)}, expected one advantage per token, {tuple(mask.shape)}: "
             "lrlhf.functional.spread_over_tokens makes it from one per response"
         )
-    returns = None
-    if experience.values is not None:
-        returns = torch.where(mask, advantages + experience.values, 0.0)
-        if settings.truncated == "bootstrap":
-            borrowed = last_tokens(mask) & truncated[:, None]
-            returns = torch.where(borrowed, experience.values, returns)
-    scorable = ~scores.isnan() & ~excluded
+    returns = _targets(experience, advantages, bootstraps=settings.truncated == "bootstrap")
+    scores = scores.masked_fill(excluded, torch.nan)
+    scorable = ~scores.isnan()
     if estimator.groups:
         # a row without a sibling has nothing to be compared with: it is no observation either
-        comparable = scores.masked_fill(excluded, torch.nan)
-        scorable = has_baseline(comparable, num_generations=num_generations)
+        scorable = has_baseline(scores, num_generations=num_generations)
     observed = mask & scorable[:, None]
     advantages = _normalized(advantages, observed, estimator.normalize, whiten)
     if taught is not None:
@@ -276,6 +269,21 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
         loss_mask=loss_mask,
         counted=~excluded,
     )
+
+
+def _targets(experience: Experience, advantages: Tensor, *, bootstraps: bool) -> Tensor | None:
+    """`[B, T]`: what the critic learns to predict; None: there is no critic.
+
+    Where the return of a row goes on with the value of its last token, that value is no target of
+    itself: it would move by the last reward with every update, and never arrive.
+    """
+    mask, values = experience.response_mask, experience.values
+    if values is None:
+        return None
+    returns = torch.where(mask, advantages + values, 0.0)
+    if bootstraps:
+        returns = torch.where(last_tokens(mask) & experience.truncated[:, None], values, returns)
+    return returns
 
 
 def _of_teacher(
