@@ -28,6 +28,7 @@ from lrlhf.modules.contracts import Measured
 from lrlhf.modules.metrics.reward_metrics import accuracy_metrics
 from lrlhf.run.hidden_values import without_secrets
 from lrlhf.statistics import mean_interval
+from lrlhf.statistics.temperatures import temperature_prefix
 
 CURVES = "training_curves.png"
 _CARD = "README.md"
@@ -309,8 +310,7 @@ def _of_policy(subset: str, records: Sequence[Mapping[str, Any]]) -> Iterator[_F
         prompt = (record.get("source"), record.get("row", number))
         parts = record.get("rewards") or {}
         rewards = parts if len(parts) > 1 else {}
-        temperature = record.get("temperature")
-        label = "" if temperature == main else f"t{temperature:g}/"
+        label = temperature_prefix(record.get("temperature"), main)
         for name, value in {"score": record["score"], **rewards}.items():
             if value is not None:
                 columns[label + name].append((prompt, float(value)))

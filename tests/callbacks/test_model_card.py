@@ -151,6 +151,18 @@ def test_temperatures_are_told_apart(tmp_path: Path) -> None:
     assert row_of(made, "t0.7/score")[1] == "0"
 
 
+def test_answers_that_tell_no_temperature_are_at_the_first_one(tmp_path: Path) -> None:
+    told = [({"temperature": 0.0}, 1.0), ({}, 0.0), ({"temperature": 0.7}, 4.0)]
+    records = [
+        {"source": "a", "row": row, **heat, "score": score}
+        for row in (1, 2)
+        for heat, score in told
+    ]
+    made = card(tmp_path / "export", run=run_folder(tmp_path, records))
+    assert row_of(made, "score")[1] == "0.5"  # of 1 and 0
+    assert row_of(made, "t0.7/score")[1] == "4"
+
+
 def test_texts_that_were_learnt_are_measured_by_the_token(tmp_path: Path) -> None:
     records = [
         {"prompt": "", "completion": "a", "tokens": tokens, "logprob": logprob}
