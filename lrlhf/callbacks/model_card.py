@@ -19,15 +19,16 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from lightning.pytorch.utilities import rank_zero_info
 
+from lrlhf.callbacks.model_usage import Usage
 from lrlhf.callbacks.reports.curves import Curve, draw_panels
 from lrlhf.callbacks.reports.markdown import fenced, inert, table
 from lrlhf.datamodules import RowDataModule
 from lrlhf.datamodules.loading.sources import HubSource, Source
-from lrlhf.models.loading.reward_files import HEAD_CONFIG
 from lrlhf.modules.contracts import Measured
 from lrlhf.modules.metrics.reward_metrics import accuracy_metrics
 from lrlhf.run.hidden_values import without_secrets
 from lrlhf.statistics import mean_interval
+from lrlhf.statistics.temperatures import temperature_prefix
 
 CURVES = "training_curves.png"
 _CARD = "README.md"
@@ -67,7 +68,7 @@ def write_model_card(folder: Path, origin: Origin) -> None:
         folder: An export.
         origin: What to tell of it.
     """
-    usage = _Usage.of(folder, origin.repo)
+    usage = Usage.of(folder, origin.repo)
     sources = _sources(origin.data)
     figures = list(_figures(origin))
     base = _base_model(origin.module)
@@ -98,63 +99,6 @@ def write_model_card(folder: Path, origin: Origin) -> None:
 
 
 # ---- what the model is
-
-
-class _Usage(NamedTuple):
-    """How a model is loaded, which its files tell."""
-
-    task: str
-    library: str
-    code: str
-
-    @classmethod
-    def of(cls, folder: Path, repo: str | None) -> _Usage:
-        config = folder / "config.json"
-        stored = json.loads(config.read_text()) if config.exists() else {}
-        architecture = next(iter(stored.get("architectures") or ()), "")
-        place = repr(repo or "path/to/this/folder")
-        if architecture.endswith("ForSequenceClassification"):
-            return cls("text-classification", "transformers", _CLASSIFIER.format(place=place))
-        if architecture.endswith("ForTokenClassification"):
-            return cls("token-classification", "transformers", _STEPS.format(place=place))
-        if (folder / HEAD_CONFIG).exists():
-            return cls("text-classification", "lrlhf", _REWARD.format(place=place))
-        if architecture.endswith("ForConditionalGeneration"):
-            return cls("image-text-to-text", "transformers", _VISION.format(place=place))
-        chats = (folder / "chat_template.jinja").exists()
-        asked = '[{"role": "user", "content": "…"}]' if chats else '"…"'
-        return cls("text-generation", "transformers", _POLICY.format(place=place, asked=asked))
-
-
-_POLICY = """\
-from transformers import pipeline
-
-generate = pipeline("text-generation", model={place})
-print(generate({asked}, max_new_tokens=128, return_full_text=False)[0]["generated_text"])"""
-_VISION = """\
-from transformers import pipeline
-
-generate = pipeline("image-text-to-text", model={place})
-parts = [{{"type": "image", "path": "picture.png"}}, {{"type": "text", "text": "…"}}]
-print(generate(text=[{{"role": "user", "content": parts}}], max_new_tokens=128))"""
-_CLASSIFIER = """\
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained({place})
-model = AutoModelForSequenceClassification.from_pretrained({place})
-text = "…" + tokenizer.eos_token  # prompt and response; a chat goes through the chat template
-print(model(**tokenizer(text, return_tensors="pt")).logits)"""
-_STEPS = """\
-from lrlhf.modules import ProcessRewardModel
-
-# or AutoModelForTokenClassification: class 1 says that the step which ends at a token is correct
-reward = ProcessRewardModel({place})
-print(reward.score("prompt", ["first step", "second step"]))"""
-_REWARD = """\
-from lrlhf.modules import RewardModel
-
-reward = RewardModel({place})
-print(reward.score("prompt", ["one response", "another"]))"""
 
 
 def _base_model(module: L.LightningModule) -> str | None:
@@ -309,8 +253,7 @@ def _of_policy(subset: str, records: Sequence[Mapping[str, Any]]) -> Iterator[_F
         prompt = (record.get("source"), record.get("row", number))
         parts = record.get("rewards") or {}
         rewards = parts if len(parts) > 1 else {}
-        temperature = record.get("temperature")
-        label = "" if temperature == main else f"t{temperature:g}/"
+        label = temperature_prefix(record.get("temperature"), main)
         for name, value in {"score": record["score"], **rewards}.items():
             if value is not None:
                 columns[label + name].append((prompt, float(value)))

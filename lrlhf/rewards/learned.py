@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from lrlhf.rewards.function import (
     Completion,
     LogMetric,
     RewardError,
-    RewardFunction,
     did_you_mean,
 )
 from lrlhf.rewards.learned_rows import (
@@ -41,6 +40,7 @@ from lrlhf.rewards.learned_rows import (
     without_marks,
     written,
 )
+from lrlhf.rewards.own_model import OwnModelReward
 from lrlhf.types import Prompt
 from lrlhf.vllm_worker.fingerprint import fingerprint
 
@@ -77,7 +77,7 @@ class _Loaded(NamedTuple):
     device: torch.device
 
 
-class LearnedReward(RewardFunction):
+class LearnedReward(OwnModelReward[_Loaded]):
     """The score that a trained reward model gives to prompt and response.
 
     The model reads text, through its own tokenizer and chat template, so that it may be of another
@@ -101,8 +101,6 @@ class LearnedReward(RewardFunction):
         trust_remote_code: Run Python code that comes with the model.
         offload: Keep the model in main memory between two calls.
     """
-
-    ends_by_itself: ClassVar[bool] = True
 
     def __init__(  # noqa: PLR0913  the keys of a user's config
         self,
@@ -133,7 +131,7 @@ class LearnedReward(RewardFunction):
         self._attn_implementation = attn_implementation
         self._trust_remote_code = trust_remote_code
         self._offload = offload
-        self._loaded: _Loaded | None = None
+        self._start_afresh()
 
     @classmethod
     def of_network(
@@ -154,17 +152,6 @@ class LearnedReward(RewardFunction):
         reward = cls("in memory", head=head, batch_size=batch_size, device=str(device))
         reward._loaded = reward._with(network, tokenizer, processor)
         return reward
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_loaded": None}  # a copy loads the model again, on its own device
-
-    def prepare(self) -> None:
-        """Load the model.
-
-        Raises:
-            ValueError: The source leads to no reward model, or not to one with this head.
-        """
-        self._ready()
 
     def describe(self) -> ModelFacts:
         """Load the model, and tell which one it is.
@@ -234,11 +221,6 @@ class LearnedReward(RewardFunction):
                 for row, score in zip(chosen, found, strict=True):
                     scores[row] = score
         return scores
-
-    def _ready(self) -> _Loaded:
-        if self._loaded is None:
-            self._loaded = self._load()
-        return self._loaded
 
     def _load(self) -> _Loaded:
         network = RewardNetwork.from_pretrained(

@@ -29,7 +29,6 @@ from lrlhf.rewards.function import (
     Completion,
     LogExtra,
     LogMetric,
-    RewardFunction,
     StepReward,
     StepValues,
     completion_segments,
@@ -45,6 +44,7 @@ from lrlhf.rewards.learned_rows import (
     sharing,
     token_limit,
 )
+from lrlhf.rewards.own_model import OwnModelReward
 from lrlhf.types import Prompt
 
 Aggregate = Literal["min", "product", "mean", "last", "sum"]
@@ -77,7 +77,7 @@ class _Loaded(NamedTuple):
     device: torch.device
 
 
-class ProcessReward(RewardFunction):
+class ProcessReward(OwnModelReward[_Loaded]):
     """The probability that each step of a response is correct, as a process reward model sees it.
 
     The value of a response is an aggregate of its steps. What each step adds to the aggregate of
@@ -123,7 +123,6 @@ class ProcessReward(RewardFunction):
         2024, https://arxiv.org/abs/2312.08935, §3.4 (a reward at the end of each step)
     """
 
-    ends_by_itself: ClassVar[bool] = True
     gives_steps: ClassVar[bool] = True
 
     def __init__(  # noqa: PLR0913  the keys of a user's config
@@ -168,7 +167,7 @@ class ProcessReward(RewardFunction):
             trust_remote_code=trust_remote_code,
         )
         self._offload = offload
-        self._loaded: _Loaded | None = None
+        self._start_afresh()
 
     @classmethod
     def of_model(
@@ -181,17 +180,6 @@ class ProcessReward(RewardFunction):
         reward = cls("in memory", device=str(device_of(model)), **options)
         reward._loaded = reward._with(model, tokenizer)
         return reward
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_loaded": None}  # a copy loads the model again, on its own device
-
-    def prepare(self) -> None:
-        """Load the model.
-
-        Raises:
-            ValueError: The source leads to no process reward model.
-        """
-        self._ready()
 
     def __call__(
         self,
@@ -274,16 +262,14 @@ class ProcessReward(RewardFunction):
         text = rendered(tokenizer, self._chat_template, turns, source=self._source, open_turn=True)
         return encoded(tokenizer, text, specials=False)
 
-    def _ready(self) -> _Loaded:
-        if self._loaded is None:
-            model = self._spec.load(trainable=False)
-            device = torch.device("cpu") if self._offload else resolve_device(self._device)
-            cast(nn.Module, model).to(device)
-            tokenizer = load_tokenizer(
-                self._tokenizer or self._source, trust_remote_code=self._spec.trust_remote_code
-            )
-            self._loaded = self._with(model.eval(), tokenizer)
-        return self._loaded
+    def _load(self) -> _Loaded:
+        model = self._spec.load(trainable=False)
+        device = torch.device("cpu") if self._offload else resolve_device(self._device)
+        cast(nn.Module, model).to(device)
+        tokenizer = load_tokenizer(
+            self._tokenizer or self._source, trust_remote_code=self._spec.trust_remote_code
+        )
+        return self._with(model.eval(), tokenizer)
 
     def _with(
         self, model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase

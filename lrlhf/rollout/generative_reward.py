@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -22,7 +22,6 @@ from lrlhf.rewards.function import (
     LogExtra,
     LogMetric,
     RewardError,
-    RewardFunction,
     check_positive,
 )
 from lrlhf.rewards.judge.asking import Asker, columns_asked
@@ -39,6 +38,7 @@ from lrlhf.rewards.learned_rows import (
     text_without_marks,
     token_limit,
 )
+from lrlhf.rewards.own_model import OwnModelReward
 from lrlhf.rollout.engines.transformers_engine import TransformersEngine
 from lrlhf.rollout.responses import untold_prompts
 from lrlhf.rollout.sampling import Sampling
@@ -78,7 +78,7 @@ _Shown = tuple[Sequence[Any], Sequence[Any]]
 """Images and videos of a prompt."""
 
 
-class GenerativeReward(RewardFunction):
+class GenerativeReward(OwnModelReward[_Loaded]):
     """How many of the other responses to a prompt a generative reward model prefers a response to.
 
     The model is asked what `JudgeReward` asks in mode ``pairwise``, in both orders, and its values
@@ -119,8 +119,6 @@ class GenerativeReward(RewardFunction):
     Raises:
         ValueError: An option is out of its range, or they do not go together.
     """
-
-    ends_by_itself: ClassVar[bool] = True
 
     @classmethod
     def columns_read(cls, options: Mapping[str, Any]) -> Iterable[str]:
@@ -172,18 +170,7 @@ class GenerativeReward(RewardFunction):
         self._system, self._chat_template = system, chat_template
         self._tokenizer = tokenizer or source
         self._batch_size, self._device, self._offload = batch_size, device, offload
-        self._loaded: _Loaded | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_loaded": None}  # a copy loads the model again, on its own device
-
-    def prepare(self) -> None:
-        """Load the model.
-
-        Raises:
-            ValueError: The source leads to no language model, or it cannot write so many tokens.
-        """
-        self._ready()
+        self._start_afresh()
 
     def __call__(
         self,
@@ -224,32 +211,31 @@ class GenerativeReward(RewardFunction):
         log_extra("judge", notes_of(questions, found, len(completions)))
         return values_of(questions, found, len(completions))
 
-    def _ready(self) -> _Loaded:
-        if self._loaded is None:
-            trust = self._spec.trust_remote_code
-            model = self._spec.load(trainable=False)
-            tokenizer = load_tokenizer(self._tokenizer, trust_remote_code=trust)
-            config = plain_model(model).config
-            limit = token_limit(None, config, tokenizer)
-            if limit is not None and limit <= self._sampling.max_new_tokens:
-                raise ValueError(
-                    f"{self._spec.source!r} reads {limit} tokens, and max_new_tokens is "
-                    f"{self._sampling.max_new_tokens}: nothing is left for the question"
-                )
-            processor = load_processor(self._spec.source, trust_remote_code=trust)
-            device = resolve_device(self._device)
-            cast(nn.Module, model).to("cpu" if self._offload else device)
-            self._loaded = _Loaded(
-                model=model,
-                engine=TransformersEngine(),
-                tokenizer=tokenizer,
-                processor=MediaProcessor.for_model(processor, config),
-                marks=_marks(tokenizer, config),
-                longest=math.inf if limit is None else limit - self._sampling.max_new_tokens,
-                device=device,
+    def _load(self) -> _Loaded:
+        trust = self._spec.trust_remote_code
+        model = self._spec.load(trainable=False)
+        tokenizer = load_tokenizer(self._tokenizer, trust_remote_code=trust)
+        config = plain_model(model).config
+        limit = token_limit(None, config, tokenizer)
+        if limit is not None and limit <= self._sampling.max_new_tokens:
+            raise ValueError(
+                f"{self._spec.source!r} reads {limit} tokens, and max_new_tokens is "
+                f"{self._sampling.max_new_tokens}: nothing is left for the question"
             )
-            self._loaded.engine.attach(model, tokenizer)
-        return self._loaded
+        processor = load_processor(self._spec.source, trust_remote_code=trust)
+        device = resolve_device(self._device)
+        cast(nn.Module, model).to("cpu" if self._offload else device)
+        engine = TransformersEngine()
+        engine.attach(model, tokenizer)
+        return _Loaded(
+            model=model,
+            engine=engine,
+            tokenizer=tokenizer,
+            processor=MediaProcessor.for_model(processor, config),
+            marks=_marks(tokenizer, config),
+            longest=math.inf if limit is None else limit - self._sampling.max_new_tokens,
+            device=device,
+        )
 
     def _replies(
         self, loaded: _Loaded, requests: Mapping[_Request, _Shown]

@@ -151,6 +151,18 @@ def test_temperatures_are_told_apart(tmp_path: Path) -> None:
     assert row_of(made, "t0.7/score")[1] == "0"
 
 
+def test_answers_that_tell_no_temperature_are_at_the_first_one(tmp_path: Path) -> None:
+    told = [({"temperature": 0.0}, 1.0), ({}, 0.0), ({"temperature": 0.7}, 4.0)]
+    records = [
+        {"source": "a", "row": row, **heat, "score": score}
+        for row in (1, 2)
+        for heat, score in told
+    ]
+    made = card(tmp_path / "export", run=run_folder(tmp_path, records))
+    assert row_of(made, "score")[1] == "0.5"  # of 1 and 0
+    assert row_of(made, "t0.7/score")[1] == "4"
+
+
 def test_texts_that_were_learnt_are_measured_by_the_token(tmp_path: Path) -> None:
     records = [
         {"prompt": "", "completion": "a", "tokens": tokens, "logprob": logprob}
@@ -241,7 +253,7 @@ def test_secrets_and_folders_stay_out(tmp_path: Path) -> None:
         ({"config.json": {"architectures": ["LlamaForSequenceClassification"]},
           "reward_head.json": {}}, "text-classification", "transformers",
          "AutoModelForSequenceClassification"),
-        ({"config.json": {"architectures": ["LlamaModel"]}, "reward_head.json": {}},
+        ({"config.json": {"architectures": ["LlamaModel"]}, "reward_head.json": {"names": ["r"]}},
          "text-classification", "lrlhf", "RewardModel("),
         ({"config.json": {"architectures": ["LlamaForTokenClassification"]}},
          "token-classification", "transformers", "ProcessRewardModel("),
@@ -261,22 +273,25 @@ def test_how_it_is_used_follows_from_its_files(
     assert code in made.text.partition("## Use")[2].partition("##")[0]
 
 
+@pytest.mark.parametrize("heads", [["quality"], ["harmless", "quality"]])
 def test_the_snippet_of_a_reward_model_runs_whatever_its_heads_are(
     model_folder: str,
     tokenizer: PreTrainedTokenizerBase,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    heads: list[str],
 ) -> None:
     folder = tmp_path / "export"
-    network = ScoreModel(source=model_folder, heads=["quality"], pooling="mean", head="mlp").load()
+    network = ScoreModel(source=model_folder, heads=heads, pooling="mean", head="mlp").load()
     network.save_pretrained(folder, tokenizer)
     code = card(folder).text.partition("```python\n")[2].partition("```")[0]
     assert "RewardModel(" in code
+    assert ("# its heads: harmless, quality" in code) == (len(heads) > 1)
 
     exec(code.replace("path/to/this/folder", str(folder)), {})
 
     shown = ast.literal_eval(capsys.readouterr().out)
-    kept = RewardModel(network, tokenizer=tokenizer).score("prompt", ["one response", "another"])
-    assert shown == kept
+    kept = RewardModel(network, tokenizer=tokenizer)
+    assert shown == kept.score("prompt", ["one response", "another"], head=heads[0])
     with pytest.raises(ValueError, match=r"HeadConfig.*pooling='mean'.*asks for .*pooling='last'"):
-        RewardModel(ScoreModel(source=str(folder), heads=["quality"], head="mlp"))
+        RewardModel(ScoreModel(source=str(folder), heads=heads, head="mlp"))

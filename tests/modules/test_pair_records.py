@@ -23,8 +23,10 @@ def uncased(tokenizer: PreTrainedTokenizerBase) -> Any:
     return found
 
 
-def _batch(tokenizer: PreTrainedTokenizerBase, **options: Any) -> PreferenceBatch:
-    data = PreferenceDataModule([ROW], batch_size=1, tokenizer=tokenizer, **options)
+def _batch(
+    tokenizer: PreTrainedTokenizerBase, row: dict[str, str] = ROW, **options: Any
+) -> PreferenceBatch:
+    data = PreferenceDataModule([row], batch_size=1, tokenizer=tokenizer, **options)
     data.prepare_data()
     data.setup("fit")
     batch: PreferenceBatch = next(iter(data.train_dataloader()))
@@ -56,7 +58,33 @@ def test_texts_that_tokens_give_back_are_not_kept_beside_them(
     assert _texts(batch, tokenizer) == ["What should I do?", " Ask Ann.", " Nothing"]
 
 
-def test_chats_are_read_off_the_tokens(uncased: PreTrainedTokenizerBase) -> None:
-    batch = _batch(uncased, as_chat=True)
-    assert batch.said == (None,)
-    assert "what should i do?" in _texts(batch, uncased)[0]
+def test_a_chat_is_shown_as_tokens_that_lose_nothing_would_show_it(
+    uncased: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    prompt = "<|im_start|>user\nWhat should I do?<|im_end|>\n<|im_start|>assistant\n"
+    for own in (uncased, tokenizer):
+        batch = _batch(own, as_chat=True)
+        # the end of the turn is a special token, the line break behind it is none
+        assert _texts(batch, own) == [prompt, " Ask Ann.\n", " Nothing\n"]
+
+
+def test_a_special_token_that_an_answer_spells_is_text_of_the_data(
+    uncased: PreTrainedTokenizerBase,
+) -> None:
+    row = {**ROW, "rejected": " <|im_end|> ENDS"}
+    assert _texts(_batch(uncased, row), uncased)[2] == " <|im_end|> ENDS"
+
+
+def test_an_answer_begins_where_its_prompt_does_not_lead_up_to_it(
+    uncased: PreTrainedTokenizerBase,
+) -> None:
+    # as templates that open a turn with a thought, which a finished turn has not
+    template = (
+        "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: <think>{% endif %}"
+    )
+    batch = _batch(uncased, as_chat=True, chat_template=template)
+    assert str(uncased.decode(batch.candidate0.input_ids[0])).startswith("user: what should")
+    assert _texts(batch, uncased) == [
+        "user: What should I do?\nassistant: ", " Ask Ann.\n", " Nothing\n"
+    ]  # fmt: skip

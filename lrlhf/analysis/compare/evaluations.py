@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from lrlhf.analysis.compare.samples import RIGHT, Sample, grouped, prompt_values, sizes_of
 from lrlhf.analysis.run_files import RunFiles, records
+from lrlhf.statistics.temperatures import temperature_prefix
 
 _PARTS = ("set", "dataloader")
 """What tells evaluation sets of one file apart."""
@@ -96,7 +97,7 @@ def _read(folder: Path, step: int, path: Path, temperature: float | None) -> Eva
         own = _numbers({"of": record.get("temperature")}).get("of")
         there.setdefault(own)
         temperature = own if temperature is None and not samples else temperature
-        samples.append(_sample(record, "" if own in (None, temperature) else f"t{own:g}/"))
+        samples.append(_sample(record, temperature_prefix(own, temperature)))
     if not samples:
         raise ValueError(f"{path} is empty")
     if not any(sample.label == "" for sample in samples):

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lrlhf.statistics.repeated_samples import judged_together, usual_sizes
+from lrlhf.statistics.temperatures import plain_name
 
 Key = tuple[str, ...]
 RIGHT = "pass@1"
 """Of one line, whether it is right; its mean over the lines of a prompt is pass@1."""
-_LABEL = re.compile(r"t[\d.e+-]+/")
 
 
 class Sample(NamedTuple):
@@ -77,12 +76,6 @@ def sizes_of(metric: str | None) -> tuple[int, ...]:
     """Return the k of a ``pass@k``; of any other metric nothing."""
     size = plain_name(metric or "").removeprefix("pass@")
     return (int(size),) if size.isdecimal() else ()
-
-
-def plain_name(metric: str) -> str:
-    """Return what a metric is called without its temperature."""
-    label = _LABEL.match(metric)
-    return metric[label.end() :] if label else metric
 
 
 def is_share_of_answers(metric: str) -> bool:

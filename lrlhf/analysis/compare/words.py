@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator
 
 from lrlhf.analysis.compare.comparison import Comparison, Power, Row
-from lrlhf.analysis.compare.samples import plain_name
 from lrlhf.statistics import Estimate
 from lrlhf.statistics.proportions import unseen_share
 from lrlhf.statistics.sample_sizes import fewest_prompts
+from lrlhf.statistics.temperatures import plain_name
 
 _LEVEL = 0.05
 _FEW = 10

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ from lrlhf.datamodules.rows.tokenizing import (
     with_end,
 )
 from lrlhf.media import MediaRefs
+from lrlhf.rewards.learned_rows import text_without_marks
 from lrlhf.rollout.records import plain_json
 from lrlhf.types import Message
 
@@ -316,7 +318,7 @@ def tokenize_pairs(
     both = [
         tokenize_ended(tokenizer, [pair.candidates[index] for pair in pairs]) for index in (0, 1)
     ]
-    lossy = loses_text(tokenizer)
+    lossy, specials = loses_text(tokenizer), tokenizer.all_special_tokens
     rows: list[PairRow | BadRow] = []
     for draft, prompt, *ids in zip(drafts, prompts, *both, strict=True):
         try:
@@ -334,19 +336,21 @@ def tokenize_pairs(
                     margin=draft.margin,
                     keys=keys,
                     info=draft.info,
-                    said=_said(draft.pair) if lossy else None,
+                    said=_said(draft.pair, specials) if lossy else None,
                 )
             )
     return rows
 
 
-def _said(pair: TextPair) -> tuple[str, str, str] | None:
-    """Return the prompt and the answers of a plain pair; None: they are chats."""
-    if pair.prompt.complete or any(text.complete for text in pair.candidates):
-        return None
-    prompt = pair.prompt.text
-    first, second = (text.text.removeprefix(prompt) for text in pair.candidates)
-    return prompt, first, second
+def _said(pair: TextPair, specials: Sequence[str]) -> tuple[str, str, str]:
+    """Return the prompt and the answers as text, without what a template puts around answers."""
+    texts = ((pair.prompt.text, text.text) for text in pair.candidates)
+    starts = [commonprefix(own) for own in texts]  # noqa: RUF071  of letters, as it is meant
+    first, second = (
+        text_without_marks(text.text.removeprefix(start), specials if text.complete else ())
+        for start, text in zip(starts, pair.candidates, strict=True)
+    )
+    return starts[0], first, second
 
 
 def _candidate(

@@ -25,6 +25,7 @@ from lrlhf.rollout import Collected, Sampling
 from lrlhf.rollout.responses import prompt_token_ids
 from lrlhf.run import Collectives, sample_seeds
 from lrlhf.statistics.repeated_samples import judged_together
+from lrlhf.statistics.temperatures import temperature_name
 from lrlhf.types import PromptBatch, Rollout
 
 _STREAM = 1_000_003
@@ -66,7 +67,7 @@ def passes_of(settings: PolicySettings) -> list[Pass]:
     temperatures = given.temperatures or (sampling.temperature,)
     return [
         Pass(
-            f"t{temperature:g}" if len(temperatures) > 1 else "",
+            temperature_name(temperature) if len(temperatures) > 1 else "",
             sampling.at_temperature(temperature),
             given.num_samples if temperature > 0 else 1,
         )
