@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.mutate import Mutation, read
+
 TOOLS = Path(__file__).parents[2] / "tools"
 SOURCE = "def add(a, b):\n    return a + b\n\n\ndef forgotten():\n    return 1\n"
 TEST = "from thing import add\n\n\ndef test_add():\n    assert add(2, 2) == 4\n"
@@ -70,3 +72,17 @@ def test_what_is_not_caught_is_an_error_and_the_tree_stays_as_it_is(root: Path) 
     # a test that fails without any defect proves nothing
     (root / "test_thing.py").write_text(TEST.replace("== 4", "== 5"))
     assert mutate(root, ("minus", "a + b", "a - b")) == (1, [])
+
+
+REPOSITORY = TOOLS.parent
+OF_LRLHF = read(TOOLS / "mutations", slow=True)
+
+
+@pytest.mark.parametrize("mutation", OF_LRLHF, ids=lambda one: f"{one.area}: {one.name}")
+def test_each_defect_of_the_lists_can_be_made_and_has_its_test(mutation: Mutation) -> None:
+    mutated = mutation.mutated(REPOSITORY)
+    assert mutated is not None, f"its old text does not stand once in {mutation.file}"
+    compile(mutated, mutation.file, "exec")
+    path, _, test = mutation.tests.partition("::")
+    name = test.partition("[")[0]
+    assert not name or f"def {name}(" in (REPOSITORY / path).read_text()
