@@ -11,7 +11,13 @@ import lightning as L
 import numpy as np
 
 from lrlhf.rewards import RewardFunction, completion_segments
-from lrlhf.rewards.function import LogExtra, LogMetric, StepReward, StepValues
+from lrlhf.rewards.function import (
+    LogExtra,
+    LogMetric,
+    StepReward,
+    StepValues,
+    completion_text,
+)
 from lrlhf.types import Episode
 from tests.modules.policy_runs import letters
 
@@ -27,6 +33,16 @@ def sampled_characters(completions: Sequence[str], **_: Any) -> list[float]:
         float(sum(len(part.text) for part in completion_segments(one) if part.sampled))
         for one in completions
     ]
+
+
+def letters_of_a_picture(
+    completions: Sequence[Any], images: Sequence[Any], log_metric: LogMetric
+) -> list[float]:
+    """Letters count by how bright the first pixel is."""
+    log_metric("images", sum(map(len, images)))
+    said = letters([completion_text(one) for one in completions])
+    bright = [sum(own[0].getpixel((0, 0))) / 765 for own in images]
+    return [value * factor for value, factor in zip(said, bright, strict=True)]
 
 
 def darkened(
