@@ -57,6 +57,16 @@ def without(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path
     return config
 
 
+def train(config: Path, *, on_ray: bool) -> None:
+    """Train in two processes, and on Ray with a reward worker beside them."""
+    command = fit(config, "--trainer.devices=2")
+    if on_ray:
+        command = launching(config, "null", "--cluster.rewards.workers=1")
+    with running(command, ROOT) as process:
+        output, _ = process.communicate(timeout=700)
+    assert process.returncode == 0, output
+
+
 def test_a_trial_on_one_machine_trains_and_saves_a_config_of_fit(
     model_folder: str, tmp_path: Path
 ) -> None:
@@ -90,12 +100,7 @@ def test_sharded_trainers_and_a_learned_reward_in_a_worker_end_as_without_ray(
         fully = {"class_path": "FSDP2", "init_args": {"checkpoint": "full"}}
         content["trainer"] |= {"strategy": fully, "max_steps": 2}
         config.write_text(yaml.safe_dump(content))
-        command = fit(config, "--trainer.devices=2")
-        if name == "run":
-            command = launching(config, "null", "--cluster.rewards.workers=1")
-        with running(command, ROOT) as process:
-            output, _ = process.communicate(timeout=700)
-        assert process.returncode == 0, output
+        train(config, on_ray=name == "run")
         ends.append(weights(config, 2))
     assert_equal(ends[1], ends[0], atol=1e-6)
     # the reward has trained something
@@ -123,12 +128,7 @@ def test_a_policy_that_is_shown_images_ends_as_without_ray(tmp_path: Path) -> No
         content = yaml.safe_load(config.read_text())
         content["trainer"]["max_steps"] = 2
         config.write_text(yaml.safe_dump(content))
-        command = fit(config, "--trainer.devices=2")
-        if name == "run":
-            command = launching(config, "null", "--cluster.rewards.workers=1")
-        with running(command, ROOT) as process:
-            output, _ = process.communicate(timeout=700)
-        assert process.returncode == 0, output
+        train(config, on_ray=name == "run")
         ends.append([weights(config, step) for step in (1, 2)])
     for found, expected in zip(*ends, strict=True):
         assert_equal(found, expected)
