@@ -59,13 +59,15 @@ class CheapParts:
             return made
         return None
 
-    def rewards(self) -> None:
+    def rewards(self) -> Rewards | None:
         """Make the rewards where no function loads anything or is an object of the user's."""
         entry = options_of(self._model).get("rewards")
         functions = options_of(entry).get("functions") or []
         listed = functions.values() if isinstance(functions, Mapping) else functions
         if is_ours(entry) and all(map(_loads_nothing, listed)):
-            _made(Rewards, self._options.model.init_args.rewards)
+            made: Rewards = _made(Rewards, self._options.model.init_args.rewards)
+            return made
+        return None
 
     def all_rewards(self) -> Rewards:
         """Make the rewards, whatever their functions load, and let them fail as often as they do.

@@ -139,6 +139,10 @@ class RewardWorker:
     ) -> RewardResult:
         """Score responses, see `Rewards.score` and `Rewards.beside_a_run`."""
         rewards = self._beside_a_run if beside_a_run else self._rewards
+        # Ray gives arrays that nobody can write to, such as frames, and a function may
+        prompts, completions, columns, options = copy.deepcopy(
+            (prompts, completions, columns, options)
+        )
         return rewards.score(prompts, unpacked(completions), completion_ids, columns, **options)
 
 

@@ -22,6 +22,8 @@ from transformers import PreTrainedModel
 from lrlhf.media import MediaProcessor
 from lrlhf.models import media_modules, placeholder_ids
 from lrlhf.models.sharding import CheckpointMismatchError, check_same_names
+from lrlhf.rewards import Rewards
+from lrlhf.rewards.lookup import comparing
 from lrlhf.run import (
     SplitsModels,
     keep_host_memory,
@@ -63,6 +65,21 @@ def refuse_pure_low_precision(trainer: L.Trainer, model: nn.Module) -> None:
                 "would be rounded away; load the model with dtype: float32 and compute in 16 bits "
                 "with trainer.precision: bf16-mixed, or train a LoRA adapter"
             )
+
+
+def refuse_lone_responses(rewards: Rewards, num_generations: int) -> None:
+    """Refuse rewards that compare the responses to a prompt where there is one of each.
+
+    Raises:
+        ValueError: There is.
+    """
+    names = comparing(rewards.functions)
+    if names and num_generations < 2:
+        raise ValueError(
+            f"num_generations is {num_generations}, and the reward {names[0]!r} compares the "
+            "responses to a prompt: set it to 2 or more, or let a judge look at single ones "
+            "(mode: absolute, or reference_column)"
+        )
 
 
 def prepare_trainer(trainer: L.Trainer, stage: str) -> None:

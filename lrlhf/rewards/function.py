@@ -88,6 +88,10 @@ class MissingColumnError(RewardError):
     """A reward function asks for a column that the data lacks."""
 
 
+class NoSiblingsError(RewardError):
+    """A function compares the responses to a prompt, and no prompt of the batch has two."""
+
+
 class PartialValues(list[float | None]):
     """Values of which some are missing, or stand in for others, for a reason to be reported.
 
@@ -157,6 +161,9 @@ class RewardFunction(KeepsArguments, ABC):
 
     forwards_columns: ClassVar[bool] = False
     """What it is given goes to a function of the user's, which may use all of it."""
+
+    compares_responses: bool = False
+    """It has values for responses that have others to the same prompt beside them, and no other."""
 
     @classmethod
     def columns_read(cls, options: Mapping[str, Any]) -> Iterable[str]:

@@ -195,6 +195,15 @@ class SumsUpAnswers(Protocol):
         ...
 
 
+def comparing(functions: Mapping[str, object]) -> list[str]:
+    """Return the names of functions that have no value for a response without siblings."""
+    return [
+        name
+        for name, function in functions.items()
+        if isinstance(function, RewardFunction) and function.compares_responses
+    ]
+
+
 def judging_columns(functions: Iterable[Callable[..., Any]]) -> dict[str, str]:
     """Return the data columns by which functions judge, and the heading of each in a table.
 

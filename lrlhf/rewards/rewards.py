@@ -20,6 +20,7 @@ from lrlhf.rewards.function import (
     OTHER_REWARDS,
     Completion,
     MissingColumnError,
+    NoSiblingsError,
     PartialValues,
     RewardError,
     RewardFunction,
@@ -229,7 +230,7 @@ class Rewards(KeepsArguments):
         weights = self._weights.rows(columns)
         weights[[*(failed or {})]] = math.nan
         given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
-        answers = self._answers(weights, given, columns, on_request or {})
+        answers = self._answers(weights, given, columns, on_request or {}, lost=bool(failed))
         return self._combine(answers, weights, failed or {}, limited=limited)
 
     def _answers(
@@ -238,6 +239,8 @@ class Rewards(KeepsArguments):
         given: Mapping[str, Sequence[Any]],
         columns: Sequence[Mapping[str, Any]],
         on_request: Mapping[str, Sequence[Any]],
+        *,
+        lost: bool,
     ) -> list[_Answer]:
         """Ask the functions, those that see others' values after these."""
         rows = [weight.isfinite().nonzero()[:, 0].tolist() for weight in weights.T]
@@ -253,7 +256,7 @@ class Rewards(KeepsArguments):
                 [self._call(entry, given, columns, on_request, found) for entry in asked.values()]
             )
             for (place, entry), outcome in zip(asked.items(), outcomes, strict=True):
-                answer = answers[place] = self._read(entry, outcome)
+                answer = answers[place] = self._read(entry, outcome, lost=lost)
                 for row, value in zip(entry.rows, answer.values, strict=True):
                     found[entry.bound.name][row] = None if math.isnan(value) else value
         return [answers[place] for place in sorted(answers)]
@@ -356,9 +359,14 @@ class Rewards(KeepsArguments):
         ]
         return weighted_steps(returned, weights)
 
-    def _read(self, entry: _Asked, outcome: Outcome) -> _Answer:
-        """Return the values of a function, what it logged, and what went wrong."""
+    def _read(self, entry: _Asked, outcome: Outcome, *, lost: bool) -> _Answer:
+        """Return the values of a function, what it logged, and what went wrong.
+
+        Where responses were lost before, others may be without siblings by accident.
+        """
         logged = entry.journal.close()
+        if lost and isinstance(outcome.error, NoSiblingsError):
+            outcome = Outcome([None] * len(entry.rows), None)
         name, error = entry.bound.name, outcome.error
         if isinstance(error, RewardError):
             # a class of the user's own may have another constructor

@@ -160,6 +160,7 @@ class GenerativeReward(OwnModelReward[_Loaded]):
             reference_column=reference_column,
             samples=samples,
         )
+        self.compares_responses = self._asker.compares_responses
         self._sampling = Sampling(temperature=temperature, max_new_tokens=max_new_tokens)
         self._spec = CausalLM(
             source=source,

@@ -142,6 +142,25 @@ def test_rewards_of_rewards_are_no_columns_and_mistakes_in_them_are_found(
 
 
 @pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize(("num_generations", "code"), [(1, 2), (2, 0)])
+def test_a_judge_that_compares_responses_is_found_where_there_is_one_of_each(
+    num_generations: int, code: int, model_folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = experiment("RLOO", {"policy": model_folder}, _questions(8), reward=REWARD)
+    options = config["model"]["init_args"]
+    options |= {"algorithm": "reinforce", "num_generations": num_generations}
+    judge = {"urls": "http://127.0.0.1:1/v1", "mode": "pairwise"}
+    options["rewards"]["init_args"]["functions"] = [
+        {"class_path": "JudgeReward", "init_args": judge}
+    ]
+    Path("run.yaml").write_text(yaml.safe_dump(config))
+    assert run(["check", "--config", "run.yaml"]) == code
+    told = capsys.readouterr().err
+    wanted = "num_generations: 1, and the reward 'judge_reward' compares the responses"
+    assert (wanted in told) == (code == 2), told
+
+
+@pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize("kind", ["LearnedReward", "ProcessReward", "GenerativeReward"])
 def test_a_reward_model_without_a_template_is_found_before_it_is_to_read_chats(
     kind: str, model_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -1,5 +1,6 @@
 """Runs on a real Ray cluster of one machine, and what is killed there."""
 
+import json
 import signal
 import time
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ from tests.cluster.local_cluster import (
     write_run,
 )
 from tests.distributed.runs import ROOT, fit, running
+from tests.vlms import picture, save_vlm
 
 pytestmark = [
     pytest.mark.slow,
@@ -53,6 +55,16 @@ def without(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path
         output, _ = process.communicate(timeout=600)
         assert process.returncode == 0, output
     return config
+
+
+def train(config: Path, *, on_ray: bool) -> None:
+    """Train in two processes, and on Ray with a reward worker beside them."""
+    command = fit(config, "--trainer.devices=2")
+    if on_ray:
+        command = launching(config, "null", "--cluster.rewards.workers=1")
+    with running(command, ROOT) as process:
+        output, _ = process.communicate(timeout=700)
+    assert process.returncode == 0, output
 
 
 def test_a_trial_on_one_machine_trains_and_saves_a_config_of_fit(
@@ -88,18 +100,39 @@ def test_sharded_trainers_and_a_learned_reward_in_a_worker_end_as_without_ray(
         fully = {"class_path": "FSDP2", "init_args": {"checkpoint": "full"}}
         content["trainer"] |= {"strategy": fully, "max_steps": 2}
         config.write_text(yaml.safe_dump(content))
-        command = fit(config, "--trainer.devices=2")
-        if name == "run":
-            command = launching(config, "null", "--cluster.rewards.workers=1")
-        with running(command, ROOT) as process:
-            output, _ = process.communicate(timeout=700)
-        assert process.returncode == 0, output
+        train(config, on_ray=name == "run")
         ends.append(weights(config, 2))
     assert_equal(ends[1], ends[0], atol=1e-6)
     # the reward has trained something
     first = AutoModelForCausalLM.from_pretrained(model_folder).state_dict()
     moved = [(ends[0][f"policy.{name}"] - one).abs().max() for name, one in first.items()]
     assert max(moved) > 1e-3
+
+
+@pytest.mark.exhaustive
+def test_a_policy_that_is_shown_images_ends_as_without_ray(tmp_path: Path) -> None:
+    save_vlm("qwen2_vl", tmp_path / "model")
+    functions = ["tests.cluster.toys.letters_of_a_picture"]
+    rewards = {"class_path": "Rewards", "init_args": {"functions": functions}}
+    ends = []
+    for name in ("without", "run"):
+        config = write_run(tmp_path / name, str(tmp_path / "model"), rewards=rewards)
+        rows = config.parent / "rows.jsonl"
+        for number in range(8):
+            picture(number).save(config.parent / f"{number}.png")
+        asked = [
+            {"prompt": [{"role": "user", "content": "what?"}], "images": [f"{number}.png"]}
+            for number in range(8)
+        ]
+        rows.write_text("".join(json.dumps(one) + "\n" for one in asked))
+        content = yaml.safe_load(config.read_text())
+        content["trainer"]["max_steps"] = 2
+        config.write_text(yaml.safe_dump(content))
+        train(config, on_ray=name == "run")
+        ends.append([weights(config, step) for step in (1, 2)])
+    for found, expected in zip(*ends, strict=True):
+        assert_equal(found, expected)
+    assert any((ends[0][0][name] != last).any() for name, last in ends[0][1].items())
 
 
 @pytest.mark.exhaustive

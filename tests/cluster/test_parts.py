@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -22,12 +23,13 @@ from lrlhf.cluster.connection import ENVIRONMENT
 from lrlhf.cluster.guarded import GuardedProgram
 from lrlhf.cluster.rewards import RayRewards, RewardWorker, packed, unpacked
 from lrlhf.cluster.trainers import Board, _attend
+from lrlhf.media import Audio, Video
 from lrlhf.noted_signals import noted_signals
 from lrlhf.rewards import Rewards, completion_segments
 from lrlhf.rewards.function import CompletionText, CompletionTurns, RewardError, TextSegment
 from lrlhf.run.folder_lock import FOLDER_WAIT
 from tests.cluster.local_cluster import ends_within
-from tests.cluster.toys import sampled_characters
+from tests.cluster.toys import darkened, sampled_characters
 
 # three characters of the policy's, and two that it was given
 SEGMENTS = [TextSegment("abc", sampled=True), TextSegment("de", sampled=False)]
@@ -52,6 +54,18 @@ def test_a_worker_scores_as_the_rewards_that_it_was_given() -> None:
         ["q", "q"], packed([CompletionText(SEGMENTS), "four"]), [[1], [2]], [{}, {}], limited=True
     )
     assert result.scores.tolist() == [6.0, 8.0]
+
+
+def test_a_function_may_write_into_arrays_as_it_may_without_workers() -> None:
+    frames = np.full((2, 1, 1, 3), 4, dtype=np.uint8)
+    samples = np.array([1.0, 3.0], dtype=np.float32)
+    for one in (frames, samples):
+        one.flags.writeable = False  # as Ray gives them
+    shown = {"images": [], "videos": [Video(frames, 2.0)], "audios": [Audio(samples, 10)]}
+    worker = RewardWorker(pickle.dumps(Rewards([darkened])), [])
+    result = worker.score(["q"], packed(["a"]), [[1]], [shown], limited=True)
+    # the second frame's 3 * 4 over 2 fps, and two samples that are 1 off their mean
+    assert result.scores.tolist() == [6.0 + 20.0]
 
 
 def fails(**_: Any) -> list[float]:

@@ -13,7 +13,8 @@ from lrlhf import Trainer
 from lrlhf.datamodules import PromptDataModule, ReplayDataModule
 from lrlhf.environments import Episodes, TextEnvironment
 from lrlhf.modules import PPO, RLOO, Advantage, DynamicSampling, Reference, Update
-from lrlhf.rewards import Rewards
+from lrlhf.rewards import RewardFunction, Rewards
+from lrlhf.rewards.function import NoSiblingsError
 from lrlhf.rollout import Sampling
 from tests.modules.policy_runs import Watcher, sgd
 
@@ -123,6 +124,50 @@ def test_a_failed_episode_has_no_score_and_is_not_trained_on(
         assert bool(experience.loss_mask[row].any()) != failed
         if failed:
             assert record["failure"] == "step() raised RuntimeError: x is not a letter"
+
+
+class Prefers(RewardFunction):
+    """Compares the responses to a prompt by their lengths."""
+
+    compares_responses = True
+
+    def __call__(self, *, completions: Sequence[Any], **_: Any) -> list[float]:
+        if len(completions) < 2:
+            raise NoSiblingsError("nobody to compare with")
+        longest = max(map(len, completions))
+        return [len(one) / longest for one in completions]
+
+
+class Breaks(Letters):
+    """Fails in the second of all episodes."""
+
+    begun = 0
+
+    def reset(self, letter: str) -> str:
+        type(self).begun += 1
+        self.number = self.begun
+        return super().reset(letter)
+
+    def step(self, action: str) -> str | None:
+        if self.number == 2:
+            raise RuntimeError("an accident")
+        return super().step(action)
+
+
+@pytest.mark.parametrize("cls", [RLOO, PPO])
+def test_a_response_whose_only_sibling_failed_does_not_end_a_run_that_compares(
+    language_model: Any, tokenizer: Any, tmp_path: Path, cls: type[RLOO | PPO]
+) -> None:
+    Breaks.begun = 0
+    rewards = Rewards([Prefers()], max_unscorable_fraction=1.0)
+    episodes = Episodes(environment=Breaks, max_turn_tokens=5)
+    module = build(cls, language_model, tokenizer, rewards=rewards, episodes=episodes)
+    data = PromptDataModule(ROWS, batch_size=1)
+    first, second = run(module, tmp_path, data=data).experiences
+    assert not first.loss_mask.any()
+    assert second.loss_mask.any()
+    scores = [record["score"] for record in records_of(tmp_path)]
+    assert [score is None for score in scores] == [True, True, False, False]
 
 
 def test_other_rewards_see_turns_and_environments(

@@ -22,7 +22,7 @@ from lrlhf.modules import (
     Update,
 )
 from lrlhf.modules.policy.complete_settings import assemble_algorithm
-from lrlhf.rewards import Rewards
+from lrlhf.rewards import JudgeReward, Rewards
 from lrlhf.rollout import Sampling
 from tests.modules.policy_runs import letters
 from tests.modules.test_policy_objective import assembled
@@ -203,6 +203,24 @@ def test_an_adapter_refuses_a_reference_that_moves(build, model_folder) -> None:
     spec = CausalLM(source=model_folder, lora=LoRA(r=4, alpha=8))
     with pytest.raises(ValueError, match=r"reference\.sync_every"):
         build(spec, reference=Reference(sync_every=2))
+
+
+@pytest.mark.parametrize(("kind", "algorithm"), [(RLOO, "reinforce"), (PPO, "ppo")])
+def test_a_reward_that_compares_responses_wants_several(
+    kind: type[RLOO | PPO], algorithm: str, build: Callable[..., Any]
+) -> None:
+    def make(num_generations: int, **judge: Any) -> Any:
+        rewards = Rewards({"wise": JudgeReward("http://127.0.0.1:1/v1", **judge)})
+        return build(
+            kind=kind, rewards=rewards, algorithm=algorithm, num_generations=num_generations
+        )
+
+    for mode in ("pairwise", "listwise"):
+        with pytest.raises(ValueError, match="num_generations is 1, and the reward 'wise' comp"):
+            make(1, mode=mode)
+        make(2, mode=mode)
+    make(1)
+    make(1, mode="pairwise", reference_column="gold")
 
 
 @pytest.mark.parametrize(

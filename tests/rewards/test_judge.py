@@ -22,6 +22,7 @@ from lrlhf.rewards.judge.verdicts import (
     read_rating,
     verdict_of,
 )
+from lrlhf.rewards.lookup import comparing
 from lrlhf.rewards.remote import service_client
 from tests.rewards.reward_server import Behaviour, Handler, Server, says, serving
 
@@ -613,6 +614,53 @@ def test_a_response_without_siblings_has_no_value(server: Server, mode: str) -> 
     with pytest.raises(RewardError, match=rf"mode {mode} compares .*num_samples.*rounds of "):
         score(reward, ["x", "z"], ["one", "two"])
     assert values(score(reward, [], [])) == []
+
+
+@pytest.mark.parametrize("mode", ["pairwise", "listwise"])
+def test_a_batch_whose_other_responses_failed_has_no_value_and_is_no_mistake(
+    server: Server, mode: str
+) -> None:
+    heard: list[list[float | None]] = []
+
+    def listens(rewards: dict[str, list[float | None]]) -> list[float]:
+        heard.append(rewards["judge_reward"])
+        return [1.0] * len(rewards["judge_reward"])
+
+    def ask(failed: dict[int, str]) -> RewardResult:
+        texts = ["x", "yy", "z"]
+        return rewards.score(
+            ["one", "one", "two"], texts, [[0]] * 3, [{}] * 3, failed=failed, limited=False
+        )
+
+    rewards = Rewards([judge(server, mode=mode), listens], max_failures=1)
+    result = ask({1: "the tool broke"})
+    assert result.per_function.isnan().tolist() == [[True, False], [True, True], [True, False]]
+    assert heard == [[None, None]]
+    assert [one.partition(":")[0] for one in result.failures] == ["environment"]
+    assert result.metrics["judge_reward/unscored_fraction"] == 1.0
+    assert not server.requests
+    # with nothing lost in this batch it is the options
+    rewards = Rewards([judge(server, mode=mode)])
+    with pytest.raises(RewardError, match=f"'judge_reward': mode {mode} compares"):
+        rewards.score(["one", "two"], ["x", "z"], [[0]] * 2, [{}] * 2, failed={})
+
+
+@pytest.mark.parametrize(
+    ("options", "compares"),
+    [
+        ({"mode": "pairwise"}, True),
+        ({"mode": "listwise"}, True),
+        ({"mode": "pairwise", "reference_column": "gold"}, False),
+        ({}, False),
+    ],
+)
+def test_a_judge_says_whether_it_compares_responses(
+    server: Server, options: dict[str, Any], compares: bool
+) -> None:
+    asked = judge(server, **options)
+    for one in (asked, pickle.loads(pickle.dumps(asked))):
+        named = Rewards({"wise": one, "own": lambda **_: [1.0]}).functions
+        assert comparing(named) == ["wise"] * compares
 
 
 def test_questions_that_cannot_be_asked_stop_the_run(server: Server) -> None:

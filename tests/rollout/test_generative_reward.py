@@ -307,6 +307,11 @@ def test_options_are_seen_by_the_model(model_folder: str, says: Says) -> None:
         score(GenerativeReward(model_folder, **built_in), ["x"])
 
 
+def test_it_compares_responses_unless_there_are_reference_answers(model_folder: str) -> None:
+    assert GenerativeReward(model_folder).compares_responses
+    assert not GenerativeReward(model_folder, reference_column="gold").compares_responses
+
+
 def test_a_yaml_names_it_like_the_other_rewards(model_folder: str) -> None:
     rewards = from_yaml(
         f"functions: [{{class_path: GenerativeReward, init_args: {{source: {model_folder}}}}}]"

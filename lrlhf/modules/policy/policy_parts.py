@@ -17,7 +17,11 @@ from lrlhf.models import (
     plain_model,
 )
 from lrlhf.modules.base import TrainingModule
-from lrlhf.modules.checks import refuse_idle_encoder, refuse_other_batch
+from lrlhf.modules.checks import (
+    refuse_idle_encoder,
+    refuse_lone_responses,
+    refuse_other_batch,
+)
 from lrlhf.modules.contracts import KLPenalized
 from lrlhf.modules.metrics.rollout_metrics import (
     explained_variance,
@@ -69,6 +73,7 @@ class PolicyParts:
         critic: ValueFunction | None = None,
     ) -> None:
         rewards = NoRewards() if rewards is None else as_rewards(rewards)
+        refuse_lone_responses(rewards, settings.num_generations)
         self.settings = settings
         self.policy = policy
         self.critic = critic

@@ -29,6 +29,7 @@ from lrlhf.planning.checks.together import (
     check_interval,
     check_kl_control,
     check_rows_per_batch,
+    check_siblings,
     check_sizes,
     check_texts_beside,
 )
@@ -41,6 +42,7 @@ from lrlhf.planning.checks.trainer_options import (
     check_strategy,
 )
 from lrlhf.planning.trainer_sizes import processes, training_steps
+from lrlhf.rewards import Rewards
 
 logger = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
@@ -55,8 +57,8 @@ class Parts(Protocol):
     def of_trainer(self) -> None:
         """Make callbacks and loggers."""
 
-    def rewards(self) -> None:
-        """Make the rewards."""
+    def rewards(self) -> Rewards | None:
+        """Make the rewards where that costs nothing."""
 
     def settings(self) -> PolicySettings | None:
         """Make the groups of options of the module, and complete those of a policy."""
@@ -100,7 +102,8 @@ def check_run(sections: dict[str, Any], parts: Parts, *, trains: bool) -> Iterat
     settings = _tried(parts.settings)
     if trains:
         _tried(check_kl_control, trainer, settings)
-    _tried(parts.rewards)
+    rewards = _tried(parts.rewards)
+    _tried(check_siblings, settings, rewards)
     trained = _tried(check_models, model)
     _tried(check_main_memory, trainer, trained)
     if trained is not None:

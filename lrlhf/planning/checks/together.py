@@ -14,6 +14,7 @@ from lrlhf.callbacks import KLControl
 from lrlhf.callbacks.kl_control import NOTHING_TO_ADAPT
 from lrlhf.datamodules import RowDataModule
 from lrlhf.datamodules.loading.splits import FirstRows
+from lrlhf.modules.checks import refuse_lone_responses
 from lrlhf.modules.policy.batch_plan import BatchPlan, Quantity
 from lrlhf.modules.policy.policy_settings import PolicySettings
 from lrlhf.planning.batch_sizes import has_batch_plan, planned_batches
@@ -22,6 +23,7 @@ from lrlhf.planning.checks.mistake import MistakeError
 from lrlhf.planning.checks.models import TrainedModel
 from lrlhf.planning.checks.trainer_options import entries_of
 from lrlhf.planning.config_entries import class_of, is_a, is_ours, options_of
+from lrlhf.rewards import Rewards
 from lrlhf.rollout.vllm import VLLMEngine, VLLMServerEngine
 from lrlhf.rollout.vllm.rank_group import check_group_size
 
@@ -106,6 +108,17 @@ def check_kl_control(trainer: Mapping[str, Any], settings: PolicySettings | None
             raise MistakeError(
                 ("trainer", "callbacks"), NOTHING_TO_ADAPT, value=str(entry["class_path"])
             )
+
+
+def check_siblings(settings: PolicySettings | None, rewards: Rewards | None) -> None:
+    """Refuse rewards that compare the responses to a prompt where there is one of each."""
+    if settings is None or rewards is None:
+        return
+    try:
+        refuse_lone_responses(rewards, settings.num_generations)
+    except ValueError as error:
+        rest = str(error).removeprefix("num_generations is ")
+        raise MistakeError(("model", "num_generations"), rest) from error
 
 
 def check_sizes(model: Any, data: Any, ranks: Quantity) -> BatchPlan | None:

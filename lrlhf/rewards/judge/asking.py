@@ -80,6 +80,8 @@ class Asker:
         self._template = JudgeTemplate(template or _TEMPLATES.get(mode, self._form.template))
         self._rubric, self._reference = rubric, reference_column
         self._compare = comparisons_of(mode, opponents, reference_column)
+        self.compares_responses = mode != "absolute" and reference_column is None
+        """Whether responses are shown with others to the same prompt."""
         self._low, self._high = scale
         if not self._low < self._high:
             raise ValueError(f"scale is {[*scale]}; give the worst rating, then the best")
@@ -128,7 +130,7 @@ class Asker:
             RewardError: No group has enough responses to compare, or one has too many.
         """
         groups = batch.groups()
-        if self._mode != "absolute" and self._reference is None:
+        if self.compares_responses:
             check_groups(groups, self._mode)
         return [
             Question(comparison, order, sample)

@@ -9,7 +9,7 @@ from itertools import combinations
 from statistics import fmean
 from typing import Literal, NamedTuple
 
-from lrlhf.rewards.function import RewardError
+from lrlhf.rewards.function import NoSiblingsError, RewardError
 from lrlhf.rewards.judge.verdicts import LETTERS
 
 REFERENCE = -1
@@ -103,10 +103,10 @@ def check_groups(groups: Sequence[Sequence[int]], mode: Mode) -> None:
     Where some have, the others go without a value: a sibling may have failed.
 
     Raises:
-        RewardError: Each group has a single response.
+        NoSiblingsError: Each group has a single response.
     """
     if groups and all(len(group) < 2 for group in groups):
-        raise RewardError(
+        raise NoSiblingsError(
             f"mode {mode} compares the responses to a prompt, and here no prompt has two: take "
             "mode absolute, or pairwise with reference_column. In an evaluation it needs several "
             "samples (model.evaluation.num_samples) at temperatures above 0; they are taken in "

@@ -161,6 +161,7 @@ class JudgeReward(CopiesStartAfresh):
             samples=samples,
             scale=scale,
         )
+        self.compares_responses = self._asker.compares_responses
         self._model, self._system = model, system
         self._samples, self._attempts, self._seed = samples, attempts, seed
         given = {**_REQUEST, **(request or {})}
