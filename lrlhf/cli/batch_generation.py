@@ -79,7 +79,8 @@ def answer_file(given: argparse.Namespace) -> str:
     remarks = [f"{cut} cut off at {sampling.max_new_tokens} tokens"] if cut else []
     remarks += [f"{long} without a completion: the prompt leaves no room"] if long else []
     told = f" ({', '.join(remarks)})" if remarks else ""
-    return f"wrote {counts.total()}{' more' if done else ''} lines to {given.output}{told}"
+    lines = f"{counts.total()}{' more' if done else ''} line{'' if counts.total() == 1 else 's'}"
+    return f"wrote {lines} to {given.output}{told}"
 
 
 def _answer(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ _NOISE = (
     *("💡 Tip", "GPU available: False", "TPU available", "HPU available", "Seed set to"),
     *("Setting accelerator to CPU", "`Trainer("),
 )
+_OF_RANK = re.compile(r"^\[rank: \d+\] ")
+"""What Lightning puts before messages of several processes."""
 _NOISY = ("lightning", "lightning.fabric", "lightning.pytorch")
 _DEEPSPEED = "DeepSpeed"
 # rows are tokenised once, so no workers are needed; modules choose their models' modes
@@ -37,7 +40,7 @@ class DropNoise(logging.Filter):
     """Lets through what a user of this library can do something about."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith(_NOISE)
+        return not _OF_RANK.sub("", record.getMessage()).startswith(_NOISE)
 
 
 class _SafeFormatter(logging.Formatter):

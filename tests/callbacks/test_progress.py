@@ -47,6 +47,31 @@ def test_an_evaluation_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[
     ]
 
 
+def test_on_a_terminal_an_evaluation_has_a_line_too_which_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"val_check_interval": 2, "num_sanity_val_steps": -1}
+    run(tmp_path / "wide", PhaseProgress(plain=False), 2, **options)
+    evaluations = re.findall(r"eval at step[^\r\n]*\n", capsys.readouterr().out)
+    assert evaluations == [
+        "eval at step 0 (before training)  score 0\n",
+        "eval at step 2  score 2\n",
+    ]
+    monkeypatch.setenv("COLUMNS", "41")
+    run(tmp_path / "narrow", PhaseProgress(plain=False), 2, **options)
+    # its 41 characters and the mark would be one too many
+    evaluations = re.findall(r"eval at step[^\r\n]*\n", capsys.readouterr().out)
+    assert evaluations == ["eval at step 0 (before training)  …\n", "eval at step 2  score 2\n"]
+
+
+def test_an_evaluation_by_itself_has_no_line_beside_its_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    validate = trainer(tmp_path, PhaseProgress(plain=False), enable_progress_bar=True)
+    validate.validate(ToyPolicy(), batches(1), verbose=False)
+    assert "eval at step" not in capsys.readouterr().out
+
+
 class Judge(ToyPolicy):
     """Measures much besides what matters most."""
 

@@ -6,7 +6,14 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger
 from matplotlib import image
 
-from lrlhf.callbacks import EvalJSONL, HFExport, RLCheckpoint, RolloutLog, RunReport
+from lrlhf.callbacks import (
+    EvalJSONL,
+    HFExport,
+    PhaseProgress,
+    RLCheckpoint,
+    RolloutLog,
+    RunReport,
+)
 from lrlhf.callbacks.reports import curves
 from lrlhf.callbacks.reports.curves import Curve, draw_curve, draw_panels, moving_average
 from tests.callbacks.fakes import ToyPolicy, batches, trainer
@@ -51,6 +58,15 @@ def test_the_report_compares_start_and_end_and_says_where_things_are(
     assert [line.split("  ")[-1].strip() for line in printed[2:]] == list(map(str, places.values()))
     for path in ("metrics.csv", "eval_scores_4.jsonl", "rollouts.jsonl", "export/final"):
         assert (logs / path).exists()
+
+
+def test_the_report_comes_after_a_progress_bar_has_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bar = PhaseProgress(plain=False)
+    trainer(tmp_path, bar, RunReport(), enable_progress_bar=True).fit(ToyPolicy(), batches(2))
+    last = capsys.readouterr().out.rpartition("\r")[2].splitlines()
+    assert "rollout/score: 0 at step 1 → 1 at step 2 (+1)" in last
 
 
 def test_without_matplotlib_a_run_says_once_that_pictures_are_left_out(

@@ -236,7 +236,9 @@ def test_plain_texts_for_a_model_that_chats_are_noted_unless_they_were_chosen(
         Path("out.jsonl").unlink(missing_ok=True)
         short = "--max_new_tokens=2"
         assert answer(source, short, *flags) == 0
-        return capsys.readouterr().err
+        said = capsys.readouterr()
+        assert said.out.startswith("wrote 1 line to out.jsonl")
+        return said.err
 
     assert "--as_chat makes each the user's turn" in remarks(model_folder, "one")
     for flag in ("--as_chat", "--no-as_chat"):

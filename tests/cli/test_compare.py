@@ -61,6 +61,20 @@ def test_the_first_sentence_is_the_answer(capsys: Capture) -> None:
     assert "model.lr 1 2" in lines
 
 
+def test_what_the_runs_cost_fits_a_terminal_of_eighty_columns(capsys: Capture) -> None:
+    phases = ("generate", "logprob", "reward", "update")
+    for run_of in ("a_seed1", "b_seed1"):
+        folder = Path("runs") / run_of
+        (folder / "metrics.csv").write_text("step,rollout/score\n1,0.5\n")
+        headings = ",".join(f"perf/{phase}_s" for phase in phases)
+        (folder / "timings.csv").write_text(f"step,{headings},perf/memory_gib\n1,1,2,3,134,3.5\n")
+        (folder / "rollouts.jsonl").write_text(json.dumps({"step": 1, "length": 7678}) + "\n")
+    lines = out(capsys, "runs/a_seed1", "runs/b_seed1").splitlines()
+    # 1 + 2 + 3 + 134 seconds; nothing is cut off at the right
+    costs = [line.split() for line in lines if line.strip().startswith("A ")]
+    assert costs == [["A", "1", "1", "7,678", "140.0", "1.0", "2.0", "3.0", "134.0", "3.5"]]
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

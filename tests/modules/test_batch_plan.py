@@ -1,6 +1,7 @@
 """The sizes of an iteration add up, and sizes that cannot are refused with those that would."""
 
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -158,3 +159,15 @@ def test_the_table_has_one_line_per_number_with_its_unit_and_origin() -> None:
     assert unknown.splitlines()[-1] == f"| steps   | unknown | {'x' * 300} |"
     beside = _cells(_plan(beside=["greedy"]).table())["responses sampled, at most"]
     assert beside == ["80", "prompts × (num_generations + 1 greedy)"]  # 16 x (4 + 1)
+
+
+def test_on_a_narrow_terminal_origins_go_on_below(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "41")
+    # 41 - 12 for the bars and their blanks - 9 - 6 leaves 16 or fewer for the origin
+    table = table_of("the run", [Quantity("responses", 48, "prompts of data × 3 for each")])
+    assert table.splitlines()[0].startswith("| the run   | number | from")
+    assert max(map(len, table.splitlines())) <= 41
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    assert [cells[:2] for cells in lines[2:]] == [["responses", "48"], ["", ""]]
+    assert " ".join(cells[2] for cells in lines[2:]) == "prompts of data × 3 for each"

@@ -1,6 +1,7 @@
 """The page of tested versions says what the tests run with."""
 
 import runpy
+import tomllib
 from importlib.metadata import version
 from pathlib import Path
 
@@ -38,6 +39,18 @@ def test_versions_and_bounds_are_taken_from_the_two_files(tmp_path: Path) -> Non
         "| extra | package | allowed | tested |",
         "| math | math-verify | >=0.8 | – |",
     ]
+
+
+def test_the_readme_names_every_extra() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (extras,) = (
+        paragraph
+        for paragraph in (ROOT / "README.md").read_text().split("\n\n")
+        if paragraph.startswith("Extras: ")
+    )
+    # `dev` is what Without make installs
+    users = project["optional-dependencies"].keys() - {"dev"}
+    assert [name for name in sorted(users) if f"`{name}`" not in extras] == []
 
 
 @pytest.mark.parametrize("package", ["torch", "lightning", "transformers", "peft", "jsonargparse"])

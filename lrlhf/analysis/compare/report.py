@@ -95,6 +95,10 @@ def print_report(report: Report, console: Console, *, step: str = "last") -> Non
     """Write the report to a terminal; the first sentence is the answer."""
     for part in _parts(report, step):
         console.print(part)
+    costs = cost_rows(report)
+    if len(costs[0]) > 1:
+        console.print()
+        console.print(_fitting(costs, console))
 
 
 def notes(report: Report, step: str) -> Iterator[str]:
@@ -128,10 +132,19 @@ def _parts(report: Report, step: str) -> Iterator[RenderableType]:
         yield from _configs(diff, letters)
     for sentence in notes(report, step):
         yield Text(sentence)
-    costs = cost_rows(report)
-    if len(costs[0]) > 1:
-        yield Text("")
-        yield _table(costs)
+
+
+def _fitting(rows: Sequence[Sequence[Any]], console: Console) -> Table:
+    """Lay a wide table out narrowly if it would lose its last columns on the right."""
+    table = _table(rows)
+    unlimited = console.options.update(max_width=4096)
+    if console.measure(table, options=unlimited).minimum <= console.width:
+        return table
+    for column in table.columns[1:]:
+        column.header = str(column.header).replace(" ", "\n")
+        column.min_width, column.no_wrap = None, True
+    table.padding = (0, 1, 0, 0)
+    return table
 
 
 def _metrics(found: Comparison, letters: tuple[str, str]) -> Table:

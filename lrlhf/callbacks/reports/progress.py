@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from lrlhf.arguments import KeepsArguments
@@ -41,8 +43,8 @@ _NOTHING = 1e-6
 class PhaseProgress(KeepsArguments, TQDMProgressBar, RolloutListener):
     """A progress bar that shows the phase of the iteration and the metrics that matter.
 
-    Before training it says what is trained. Where the output is no terminal (a log file, CI), it
-    prints one plain line per step instead:
+    Before training it says what is trained, and above the bar there is a line for each evaluation.
+    Where the output is no terminal (a log file, CI), it prints one plain line per step instead:
     ``step 12/60  score 0.53  kl 0.01  4.1 s/step (generate 2.1 reward 0.0 update 1.9)``.
 
     Args:
@@ -134,7 +136,9 @@ class PhaseProgress(KeepsArguments, TQDMProgressBar, RolloutListener):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)
-        if self._prints:
+        # `lrlhf validate` ends with a table of its own
+        beside_bar = self._says and trainer.state.fn == TrainerFn.FITTING
+        if self._prints or beside_bar:
             step = model_step(trainer)
             title = f"eval at step {step}"
             if trainer.sanity_checking and not is_evaluation(trainer):
@@ -143,7 +147,16 @@ class PhaseProgress(KeepsArguments, TQDMProgressBar, RolloutListener):
             elif trainer.sanity_checking and step == 0:
                 title += " (before training)"
             first = pl_module.eval_metric if isinstance(pl_module, Measured) else ""
-            _say(_fitting([title, *_evaluated(trainer.callback_metrics, first)]))
+            self._tell([title, *_evaluated(trainer.callback_metrics, first)])
+
+    def _tell(self, words: list[str]) -> None:
+        """Write a line that fits, above the bar where there is one."""
+        if self.plain:
+            _say(_fitting(words, _MAX_WIDTH))
+            return
+        columns = shutil.get_terminal_size().columns
+        # the bar's own way: it is drawn again below the line, whichever of its bars is there
+        self.val_progress_bar.write(_GAP.join(_fitting(words, min(_MAX_WIDTH, columns - 1))))
 
     def _shown(self, trainer: L.Trainer) -> dict[str, str]:
         logged, wanted = trainer.callback_metrics, self.metrics
@@ -181,10 +194,10 @@ def _evaluated(logged: Mapping[str, Tensor], first: str) -> list[str]:
     return [f"{_EVALUATED.get(name, name)} {short(value)}" for name, value in plain]
 
 
-def _fitting(words: list[str]) -> list[str]:
+def _fitting(words: list[str], width: int) -> list[str]:
     """Leave out the last words of a line that is too long; the loggers have them all."""
-    widths = accumulate(len(word) + len(_GAP) for word in words)
-    kept = [word for word, width in zip(words, widths, strict=True) if width <= _MAX_WIDTH]
+    ends = accumulate(len(word) + len(_GAP) for word in words)
+    kept = [word for word, end in zip(words, ends, strict=True) if end <= width]
     return words if len(kept) == len(words) else [*kept, "…"]
 
 

@@ -100,7 +100,8 @@ class RunReport(KeepsArguments, L.Callback):
         lines += _listed({name: short_path(path) for name, path in places.items()})
         if commands := _commands(trainer, places):
             lines += ["next:", *_listed(commands)]
-        pl_module.print("\n".join(["", *lines]))
+        # not the module's, which asks the progress bar: a bar that has ended prints nothing
+        trainer.print("\n".join(["", *lines]))
 
     def _reached(self, trainer: L.Trainer) -> list[str]:
         """A line for each metric, and one that says so where nothing was done."""

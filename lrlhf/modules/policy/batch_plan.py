@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import shutil
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -175,17 +177,19 @@ def table_of(title: str, quantities: Sequence[Quantity]) -> str:
 
     Args:
         title: Heading of the first column.
-        quantities: The lines.
+        quantities: The lines. On a terminal that is too narrow for them, their origins go on below.
     """
     table = Table(box=box.MARKDOWN)
-    for heading in (title, "number", "from"):
-        table.add_column(heading, justify="right" if heading == "number" else "left", no_wrap=True)
+    table.add_column(title, no_wrap=True)
+    table.add_column("number", justify="right", no_wrap=True)
+    table.add_column("from", overflow="fold")
     for what, number, origin in quantities:
         shown = "unknown" if number is None else str(number)
         table.add_row(Text(what), Text(shown), Text(origin))
     buffer = io.StringIO()
-    # wider than any line: a table that wraps cannot be searched
-    Console(file=buffer, width=4096, color_system=None, force_jupyter=False).print(table)
+    # a file has it wider than any line: a table that wraps cannot be searched
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 4096
+    Console(file=buffer, width=width, color_system=None, force_jupyter=False).print(table)
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines() if line.strip())
 
 
