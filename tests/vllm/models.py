@@ -81,6 +81,8 @@ def largest_gap(model: nn.Module, rollout: Rollout, temperature: float = 1.0) ->
     return float((own - rollout.sampling_logprobs).abs().max())
 
 
+GENERATED = "vllm:generation_tokens_total"
+"""What a server calls the count of its tokens."""
 LONG = "a prompt that fills more than one block of the prefix cache"
 
 
@@ -148,6 +150,13 @@ def client_of(server: VLLMServerEngine, number: int = 0) -> ServerClient:
     """Return what talks to one of an engine's servers."""
     (client,) = [one.client for one in server._replicas if one.number == number]
     return client
+
+
+def counted(engine: VLLMServerEngine, number: int, name: str = "vllm:request_success_total") -> int:
+    """Responses that a server has finished, or another of its counters."""
+    lines = client_of(engine, number)._http.get("/metrics").text.splitlines()
+    found = [line for line in lines if line.startswith(name)]
+    return int(sum(float(line.rpartition(" ")[2]) for line in found))
 
 
 def signal_server(server: VLLMServerEngine, number: int, replica: int = 0) -> None:

@@ -1,5 +1,6 @@
 """Two vLLM servers behind one engine, one that is lost, and updates while responses are written."""
 
+import asyncio
 import copy
 import signal
 import threading
@@ -15,11 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.rollout import Sampling, VLLMServerEngine
-from lrlhf.rollout.vllm.client import GENERATE
 from lrlhf.types import Rollout
 from tests.vllm.models import (
+    GENERATED,
     LONG,
     client_of,
+    counted,
     disturb,
     largest_gap,
     logprobs_by_whole_logits,
@@ -53,13 +55,6 @@ def ask(engine: VLLMServerEngine, tokenizer: PreTrainedTokenizerBase, most: int 
     )
 
 
-def counted(engine: VLLMServerEngine, number: int, name: str = "vllm:request_success_total") -> int:
-    """Responses that a server has finished, or another of its counters."""
-    lines = client_of(engine, number)._http.get("/metrics").text.splitlines()
-    found = [line for line in lines if line.startswith(name)]
-    return int(sum(float(line.rpartition(" ")[2]) for line in found))
-
-
 def asked_and_shared(
     pair: VLLMServerEngine, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Rollout, list[int]]:
@@ -88,23 +83,28 @@ def test_two_replicas_give_the_responses_of_one_and_one_may_be_lost_meanwhile(
     assert largest_gap(policy, both) < 1e-4
     assert_equal(both, expected)
     assert shares == [4, 4]  # two prompts of the four each
-    # one is killed as it has given the first of its responses: the next one breaks off
-    killed: list[bool] = []
-    check = client_of(pair, 1)._check
+    # one is killed when it has given the first of its responses: the others break off
+    lost, first = client_of(pair, 1), asyncio.Event()
+    generate = lost.generate
 
-    def kill_and_check(answer: httpx.Response) -> None:
-        if answer.request.url.path == GENERATE and not killed:
-            killed.append(True)
-            signal_server(pair, signal.SIGKILL, replica=1)
-        check(answer)
+    async def give_one(session: httpx.AsyncClient, body: dict[str, Any]) -> bytes:
+        asked.append(body)
+        if len(asked) > 1:
+            await first.wait()
+            return await generate(session, body)
+        answer = await generate(session, body)
+        # it stands still before it gets the others: it may be fast enough to answer them
+        signal_server(pair, signal.SIGSTOP, replica=1)
+        first.set()
+        asyncio.get_running_loop().call_later(0.5, signal_server, pair, signal.SIGKILL, 1)
+        return answer
 
-    monkeypatch.setattr(client_of(pair, 1), "_check", kill_and_check)
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(lost, "generate", give_one)
     restarts, url = pair.restarts, client_of(pair, 0).url
-    with monkeypatch.context() as patch:
-        patch.setattr(pair, "max_num_seqs", 1)
-        assert_equal(ask(pair, tokenizer), expected)
-    assert killed
-    assert list(pair._failed) == [client_of(pair, 1).address]
+    assert_equal(ask(pair, tokenizer), expected)
+    assert len(asked) == 4
+    assert list(pair._failed) == [lost.address]
     # the other is not disturbed, takes the next push alone, and the new one joins when it can
     disturb(policy, seed=2)
     pair.push(2)
@@ -173,7 +173,7 @@ def test_responses_go_on_with_new_weights_and_say_which_sampled_a_token(
             rollout = server.generate(prompts, sampling, num_generations=64, seeds=range(128))
             found.append(rollout)
 
-        tokens = partial(counted, server, 0, "vllm:generation_tokens_total")
+        tokens = partial(counted, server, 0, GENERATED)
         client, before = client_of(server), tokens()
         thread = threading.Thread(target=generate)
         disturb(policy, seed=5)
