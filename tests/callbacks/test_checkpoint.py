@@ -1,9 +1,9 @@
 import shutil
-import time
 from collections import namedtuple
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lrlhf.callbacks import AtomicCheckpointIO, RLCheckpoint
+from lrlhf.callbacks.checkpoints import rl_checkpoint
 from tests.callbacks.fakes import ToyPolicy, batches, trainer
 
 Saved = dict[str, float]
@@ -47,10 +48,14 @@ def steps(*done: int, last: int) -> Saved:
 
 
 class Slow(ToyPolicy):
+    """Takes 0.6 seconds, of a clock of its own, for its second step."""
+
+    now = 0.0
+
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         super().training_step(batch, batch_idx)
         if batch_idx == 1:
-            time.sleep(0.6)
+            Slow.now += 0.6
 
 
 class Scored(ToyPolicy):
@@ -77,8 +82,15 @@ class Scored(ToyPolicy):
     ],
 )
 def test_what_is_saved_and_kept(
-    fit: Any, tmp_path: Path, module: Any, count: int, saving: Any, expected: Saved
+    fit: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    module: Any,
+    count: int,
+    saving: Any,
+    expected: Saved,
 ) -> None:
+    monkeypatch.setattr(rl_checkpoint, "time", SimpleNamespace(monotonic=lambda: Slow.now))
     validation = {"val_check_interval": 2, "validation": batches(1)} if module is Scored else {}
     fit(module(), count, saving=saving, **validation)
     assert saved(tmp_path) == expected

@@ -56,7 +56,7 @@ class Faulty:
         if self.way == "raise":
             raise RuntimeError("the reward is broken")
         if self.way == "hang":
-            time.sleep(1)
+            time.sleep(5)
         if self.way == "exit":
             sys.exit(3)
         return good

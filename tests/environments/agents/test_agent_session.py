@@ -324,7 +324,11 @@ def test_a_question_that_nobody_waits_for_any_more_is_not_answered() -> None:
         heard = [await session.open({})]
         opened.set()
         await gone.wait()
-        await asyncio.sleep(0.3)  # until the endpoint has noticed
+        assert session._key is not None
+        _, waiting = endpoint._conversations._open[session._key]
+        async with asyncio.timeout(20):  # until the endpoint has noticed
+            while {one.asked.messages[0]["content"] for one in [*waiting]} != {"a", "c"}:
+                await asyncio.sleep(0.01)
         while (asked := (await session.react("ho", "ho")).asked) is not None:
             heard.append(asked)
         await session.close()

@@ -306,7 +306,7 @@ def test_the_base_url_can_be_used(
 
 
 def port_is_free(base_url: str) -> bool:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         try:
             socket.create_connection(("127.0.0.1", urlsplit(base_url).port or 0), timeout=5).close()
