@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import UnionType
 from typing import Any
 
@@ -67,8 +67,15 @@ def refuse_pure_low_precision(trainer: L.Trainer, model: nn.Module) -> None:
             )
 
 
-def refuse_lone_responses(rewards: Rewards, num_generations: int) -> None:
+def refuse_lone_responses(
+    rewards: Rewards, num_generations: int, beside: Iterable[str] = ()
+) -> None:
     """Refuse rewards that compare the responses to a prompt where there is one of each.
+
+    Args:
+        rewards: Of the training, or of evaluations only.
+        num_generations: Responses to a prompt that are scored together.
+        beside: What is sampled beside them, one to a prompt, and scored alone.
 
     Raises:
         ValueError: There is.
@@ -79,6 +86,12 @@ def refuse_lone_responses(rewards: Rewards, num_generations: int) -> None:
             f"num_generations is {num_generations}, and the reward {names[0]!r} compares the "
             "responses to a prompt: set it to 2 or more, or let a judge look at single ones "
             "(mode: absolute, or reference_column)"
+        )
+    if names and (alone := ", ".join(beside)):
+        raise ValueError(
+            f"the algorithm has one more response to each prompt ({alone}) scored alone, and the "
+            f"reward {names[0]!r} compares responses: take rloo, or let a judge look at single "
+            "ones (mode: absolute, or reference_column)"
         )
 
 

@@ -44,7 +44,7 @@ def same_digit(completions: Sequence[str]) -> list[float]:
 
 def slow_at_five(prompts: Sequence[str]) -> list[float]:
     if any("prompt 5" in prompt for prompt in prompts):
-        time.sleep(0.2)
+        time.sleep(1.0)
     return [1.0 for _ in prompts]
 
 
@@ -112,14 +112,14 @@ def test_the_slow_function_and_its_responses_are_named(tmp_path: Path) -> None:
 
     times = {one.name: one for one in lab.times}
     assert times["slow_at_five"].calls == times["digit"].calls == 12
-    assert 0.15 < times["slow_at_five"].call_p99 < 20  # 0.98 of the way from the second slowest
+    assert 0.75 < times["slow_at_five"].call_p99 < 20  # 0.98 of the way from the second slowest
     assert times["slow_at_five"].response_p99 == pytest.approx(
         times["slow_at_five"].call_p99 / 10, rel=1e-6
     )
     assert lab.slowest[0].response.place == "answers.jsonl:6"
     name, seconds = lab.slowest[0].detail.split()[:2]
     assert name == "slow_at_five:"
-    assert float(seconds) >= 0.2
+    assert float(seconds) >= 1.0
 
 
 def test_calls_hold_whole_prompts(tmp_path: Path) -> None:

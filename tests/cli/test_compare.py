@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -36,7 +37,7 @@ def out(capsys: Capture, *arguments: str) -> str:
     assert run(["compare", *arguments]) == 0
     shown = capsys.readouterr()
     assert shown.err == ""
-    assert max(map(len, shown.out.splitlines())) <= 80
+    assert max(map(len, shown.out.splitlines())) <= int(os.environ.get("COLUMNS", 80))
     return shown.out
 
 
@@ -61,18 +62,31 @@ def test_the_first_sentence_is_the_answer(capsys: Capture) -> None:
     assert "model.lr 1 2" in lines
 
 
-def test_what_the_runs_cost_fits_a_terminal_of_eighty_columns(capsys: Capture) -> None:
-    phases = ("generate", "logprob", "reward", "update")
+@pytest.mark.parametrize(("columns", "shown"), [("200", "a row each"), ("80", "a column each")])
+def test_nothing_of_what_the_runs_cost_is_cut_off(
+    columns: str, shown: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    phases = ("generate", "logprob", "reward", "update", "sync")
     for run_of in ("a_seed1", "b_seed1"):
         folder = Path("runs") / run_of
         (folder / "metrics.csv").write_text("step,rollout/score\n1,0.5\n")
         headings = ",".join(f"perf/{phase}_s" for phase in phases)
-        (folder / "timings.csv").write_text(f"step,{headings},perf/memory_gib\n1,1,2,3,134,3.5\n")
-        (folder / "rollouts.jsonl").write_text(json.dumps({"step": 1, "length": 7678}) + "\n")
-    lines = out(capsys, "runs/a_seed1", "runs/b_seed1").splitlines()
-    # 1 + 2 + 3 + 134 seconds; nothing is cut off at the right
-    costs = [line.split() for line in lines if line.strip().startswith("A ")]
-    assert costs == [["A", "1", "1", "7,678", "140.0", "1.0", "2.0", "3.0", "134.0", "3.5"]]
+        row = "1,86400,2,3,134,71.5,3.5"
+        (folder / "timings.csv").write_text(f"step,{headings},perf/memory_gib\n{row}\n")
+        (folder / "rollouts.jsonl").write_text(json.dumps({"step": 1, "length": 7678123}) + "\n")
+    lines = [line.split() for line in out(capsys, "runs/a_seed1", "runs/b_seed1").splitlines()]
+    # 86,400 + 2 + 3 + 134 + 71.5 seconds
+    numbers = ["1", "1", "7,678,123", "86,610.5", "86,400.0", "2.0", "3.0", "134.0", "71.5", "3.5"]
+    if shown == "a row each":
+        assert [line[2:] for line in lines if line[:1] in (["A"], ["B"])][-2:] == [numbers] * 2
+        return
+    names = ["steps", "responses", "tokens", "seconds", *(f"{phase} s" for phase in phases)]
+    rows = [
+        [*name.split(), one, one] for name, one in zip([*names, "peak GiB"], numbers, strict=True)
+    ]
+    assert lines[-len(rows) :] == rows
+    assert any(line[:2] == ["run", "A"] and line[3] == "B" for line in lines)
 
 
 @pytest.mark.parametrize(

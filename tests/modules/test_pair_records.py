@@ -88,3 +88,9 @@ def test_an_answer_begins_where_its_prompt_does_not_lead_up_to_it(
     assert _texts(batch, uncased) == [
         "user: What should I do?\nassistant: ", " Ask Ann.\n", " Nothing\n"
     ]  # fmt: skip
+    # the sign that the thought and an answer begin with is the answer's
+    bold = {**ROW, "chosen": "<b>Ask Ann</b>"}
+    batch = _batch(uncased, bold, as_chat=True, chat_template=template)
+    assert _texts(batch, uncased)[:2] == [
+        "user: What should I do?\nassistant: ", "<b>Ask Ann</b>\n"
+    ]  # fmt: skip

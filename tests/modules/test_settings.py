@@ -17,6 +17,7 @@ from lrlhf.modules import (
     Advantage,
     Critic,
     DynamicSampling,
+    Evaluation,
     ImportanceSampling,
     Reference,
     Update,
@@ -221,6 +222,20 @@ def test_a_reward_that_compares_responses_wants_several(
         make(2, mode=mode)
     make(1)
     make(1, mode="pairwise", reference_column="gold")
+
+
+def test_a_judge_of_several_responses_is_not_asked_about_lone_ones(
+    build: Callable[..., Any],
+) -> None:
+    judge = {"wise": JudgeReward("http://127.0.0.1:1/v1", mode="pairwise")}
+    with pytest.raises(
+        ValueError, match=r"each prompt \(greedy\) scored alone, and the reward 'wi"
+    ):
+        build(rewards=Rewards(judge), algorithm="remax", num_generations=2)
+    options = {"algorithm": "reinforce", "evaluation": Evaluation(metrics=judge)}
+    with pytest.raises(ValueError, match="num_generations is 1, and the reward 'wise' comp"):
+        build(num_generations=1, **options)
+    build(num_generations=2, **options)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def begin_before_the_last_push(server: VLLMServerEngine, monkeypatch: pytest.Mon
         if next(begun) == STEPS - 1:
             assert earlier.wait(60)
             client_of(server).post("/pause?mode=keep&clear_cache=false")
-            threading.Thread(target=begin).start()
+            threading.Thread(target=begin, daemon=True).start()
         rollout = generate(*args, **options)
         if next(done) == STEPS - 1:
             earlier.set()

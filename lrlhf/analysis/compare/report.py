@@ -98,7 +98,7 @@ def print_report(report: Report, console: Console, *, step: str = "last") -> Non
     costs = cost_rows(report)
     if len(costs[0]) > 1:
         console.print()
-        console.print(_fitting(costs, console))
+        _print_costs(costs, console)
 
 
 def notes(report: Report, step: str) -> Iterator[str]:
@@ -134,17 +134,16 @@ def _parts(report: Report, step: str) -> Iterator[RenderableType]:
         yield Text(sentence)
 
 
-def _fitting(rows: Sequence[Sequence[Any]], console: Console) -> Table:
-    """Lay a wide table out narrowly if it would lose its last columns on the right."""
+def _print_costs(rows: Sequence[Sequence[Any]], console: Console) -> None:
+    """Write a row per run, or a column per run where these rows are too long; cut off nothing."""
     table = _table(rows)
     unlimited = console.options.update(max_width=4096)
-    if console.measure(table, options=unlimited).minimum <= console.width:
-        return table
-    for column in table.columns[1:]:
-        column.header = str(column.header).replace(" ", "\n")
-        column.min_width, column.no_wrap = None, True
-    table.padding = (0, 1, 0, 0)
-    return table
+    if console.measure(table, options=unlimited).minimum > console.width:
+        table = _table([*zip(*rows, strict=True)])
+        for column in table.columns[1:]:
+            column.min_width = None  # paths go on below
+    width = max(console.width, console.measure(table, options=unlimited).minimum)
+    console.print(table, width=width, crop=False)
 
 
 def _metrics(found: Comparison, letters: tuple[str, str]) -> Table:

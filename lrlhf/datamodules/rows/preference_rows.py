@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
@@ -344,13 +345,18 @@ def tokenize_pairs(
 
 def _said(pair: TextPair, specials: Sequence[str]) -> tuple[str, str, str]:
     """Return the prompt and the answers as text, without what a template puts around answers."""
-    texts = ((pair.prompt.text, text.text) for text in pair.candidates)
-    starts = [commonprefix(own) for own in texts]  # noqa: RUF071  of letters, as it is meant
+    starts = [_shared_start(pair.prompt.text, text.text) for text in pair.candidates]
     first, second = (
         text_without_marks(text.text.removeprefix(start), specials if text.complete else ())
         for start, text in zip(starts, pair.candidates, strict=True)
     )
     return starts[0], first, second
+
+
+def _shared_start(prompt: str, whole: str) -> str:
+    """Return the prompt as far as a text begins with it, cut in front of the word that differs."""
+    start = commonprefix([prompt, whole])  # noqa: RUF071  of letters, as it is meant
+    return start if start == prompt else re.sub(r"\S*\Z", "", start)
 
 
 def _candidate(

@@ -182,14 +182,17 @@ def table_of(title: str, quantities: Sequence[Quantity]) -> str:
     table = Table(box=box.MARKDOWN)
     table.add_column(title, no_wrap=True)
     table.add_column("number", justify="right", no_wrap=True)
-    table.add_column("from", overflow="fold")
+    table.add_column("from", overflow="fold", min_width=16)
     for what, number, origin in quantities:
         shown = "unknown" if number is None else str(number)
         table.add_row(Text(what), Text(shown), Text(origin))
     buffer = io.StringIO()
     # a file has it wider than any line: a table that wraps cannot be searched
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 4096
-    Console(file=buffer, width=width, color_system=None, force_jupyter=False).print(table)
+    console = Console(file=buffer, width=4096, color_system=None, force_jupyter=False)
+    if sys.stdout.isatty():
+        least = console.measure(table).minimum
+        console.width = max(least, shutil.get_terminal_size().columns)
+    console.print(table)
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines() if line.strip())
 
 

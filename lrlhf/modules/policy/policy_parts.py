@@ -73,7 +73,7 @@ class PolicyParts:
         critic: ValueFunction | None = None,
     ) -> None:
         rewards = NoRewards() if rewards is None else as_rewards(rewards)
-        refuse_lone_responses(rewards, settings.num_generations)
+        refuse_lone_responses(rewards, settings.num_generations, settings.algorithm.beside)
         self.settings = settings
         self.policy = policy
         self.critic = critic
@@ -93,6 +93,8 @@ class PolicyParts:
         )
         self.moments = RunningMoments()
         metrics = metrics_of(settings.evaluation, rewards)
+        if metrics is not None:
+            refuse_lone_responses(metrics, settings.num_generations)
         self.sampler = Sampler(
             policy, self.engine, rewards, settings, seed=module.seed, metrics=metrics
         )

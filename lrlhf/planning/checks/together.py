@@ -115,8 +115,10 @@ def check_siblings(settings: PolicySettings | None, rewards: Rewards | None) -> 
     if settings is None or rewards is None:
         return
     try:
-        refuse_lone_responses(rewards, settings.num_generations)
+        refuse_lone_responses(rewards, settings.num_generations, settings.algorithm.beside)
     except ValueError as error:
+        if settings.num_generations > 1:
+            raise MistakeError(("model", "rewards"), str(error)) from error
         rest = str(error).removeprefix("num_generations is ")
         raise MistakeError(("model", "num_generations"), rest) from error
 
