@@ -3,6 +3,7 @@
 import copy
 import os
 import pickle
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -60,6 +61,8 @@ def through_a_worker(_cluster: None) -> Iterator[Callable[..., RayRewards]]:
     yield place
     for worker in workers:
         ray.kill(worker)
+    while ray.util.list_named_actors():  # it goes a moment later, and the next has its name
+        time.sleep(0.05)
 
 
 def assert_same(found: RewardResult, expected: RewardResult) -> None:
