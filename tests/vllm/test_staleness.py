@@ -1,7 +1,6 @@
 """A run whose server takes new weights while it generates for later iterations."""
 
 import itertools
-import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -15,51 +14,40 @@ from lrlhf.datamodules import PromptDataModule
 from lrlhf.modules import RLOO
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Sampling, VLLMServerEngine
-from lrlhf.types import Rollout
+from lrlhf.rollout.rollout_queue import RolloutQueue
 from tests.modules.policy_runs import Watcher, fit, letters, sgd
 from tests.vllm.models import GENERATED, build_policy, client_of, counted, new_server
 
 STEPS, STALENESS = 20, 2
 
 
-def begin_before_the_last_push(server: VLLMServerEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have some tokens of the last batch sampled before the last push, and the rest after it."""
-    generate, push = server.generate, server.push
-    begun, done, there = itertools.count(), itertools.count(1), threading.Event()
+def begin_before_the_next_push(server: VLLMServerEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have some tokens of the last batch sampled before the next push, and the rest after it."""
+    start = RolloutQueue.start
+    pause = "/pause?mode=keep&clear_cache=false"
 
-    def begin() -> None:
-        count = partial(counted, server, 0)
+    def start_and_hold(queue: RolloutQueue, step: int, *args: Any, **options: Any) -> None:
+        if step < STEPS - 1:
+            start(queue, step, *args, **options)
+            return
+        queue.wait()
+        client, count = client_of(server), partial(counted, server, 0)
+        client.post(pause)
         before = count(GENERATED)
+        start(queue, step, *args, **options)
         while count(GENERATED) < before + 16 or not count("vllm:num_requests_running"):
-            client_of(server).post("/resume")
+            client.post("/resume")
             time.sleep(0.01)
-            client_of(server).post("/pause?mode=keep&clear_cache=false")
-        there.set()
+            client.post(pause)
 
-    def generate_slowly(*args: Any, **options: Any) -> Rollout:
-        if next(begun) == STEPS - 1:
-            assert earlier.wait(60)
-            client_of(server).post("/pause?mode=keep&clear_cache=false")
-            threading.Thread(target=begin, daemon=True).start()
-        rollout = generate(*args, **options)
-        if next(done) == STEPS - 1:
-            earlier.set()
-        return rollout
-
-    def push_later(version: int) -> None:
-        assert version < STEPS - 1 or there.wait(60)
-        push(version)
-
-    earlier = threading.Event()
-    monkeypatch.setattr(server, "generate", generate_slowly)
-    monkeypatch.setattr(server, "push", push_later)
+    monkeypatch.setattr(RolloutQueue, "start", start_and_hold)
 
 
 def test_no_token_of_a_server_is_older_than_allowed(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, watcher = new_server(tmp_path, max_num_seqs=2), Watcher()
-    begin_before_the_last_push(server, monkeypatch)
+    begin_before_the_next_push(server, monkeypatch)
     module = RLOO(
         build_policy(tokenizer),
         Rewards([letters]),
