@@ -94,16 +94,20 @@ class CheapParts:
         owner = class_of(self._model)
         if owner is None or not is_ours(self._model):
             return None
+        options = options_of(self._model)
+        if evaluation := options.get("evaluation"):
+            # metrics may load something, and say nothing of how evaluations sample
+            options = {**options, "evaluation": _without_metrics(evaluation)}
         given = {
             name: value
-            for name, value in options_of(self._model).items()
+            for name, value in options.items()
             if name not in _LOADED and _is_plain(value)
         }
         needed = inspect.signature(complete_settings).parameters
         defaults: dict[str, Any] = {
             name: getattr(owner, name, None) for name in needed if name.startswith("default_")
         }
-        defaults["scored"] = options_of(self._model).get("rewards") is not None
+        defaults["scored"] = options.get("rewards") is not None
         parser = Parser()
         try:
             names = inspect.signature(owner).parameters
@@ -134,6 +138,12 @@ def _loads_nothing(function: Any) -> bool:
     options = options_of(function)
     # one that is given a function may make an object of the user's
     return is_ours(function) and "function" not in options and all(map(_is_plain, options.values()))
+
+
+def _without_metrics(evaluation: Mapping[str, Any]) -> dict[str, Any]:
+    if "class_path" in evaluation:
+        return {**evaluation, "init_args": _without_metrics(options_of(evaluation))}
+    return {name: value for name, value in evaluation.items() if name != "metrics"}
 
 
 def _is_plain(value: Any) -> bool:

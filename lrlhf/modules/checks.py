@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import UnionType
 from typing import Any
 
@@ -22,8 +22,6 @@ from transformers import PreTrainedModel
 from lrlhf.media import MediaProcessor
 from lrlhf.models import media_modules, placeholder_ids
 from lrlhf.models.sharding import CheckpointMismatchError, check_same_names
-from lrlhf.rewards import Rewards
-from lrlhf.rewards.lookup import comparing
 from lrlhf.run import (
     SplitsModels,
     keep_host_memory,
@@ -65,34 +63,6 @@ def refuse_pure_low_precision(trainer: L.Trainer, model: nn.Module) -> None:
                 "would be rounded away; load the model with dtype: float32 and compute in 16 bits "
                 "with trainer.precision: bf16-mixed, or train a LoRA adapter"
             )
-
-
-def refuse_lone_responses(
-    rewards: Rewards, num_generations: int, beside: Iterable[str] = ()
-) -> None:
-    """Refuse rewards that compare the responses to a prompt where there is one of each.
-
-    Args:
-        rewards: Of the training, or of evaluations only.
-        num_generations: Responses to a prompt that are scored together.
-        beside: What is sampled beside them, one to a prompt, and scored alone.
-
-    Raises:
-        ValueError: There is.
-    """
-    names = comparing(rewards.functions)
-    if names and num_generations < 2:
-        raise ValueError(
-            f"num_generations is {num_generations}, and the reward {names[0]!r} compares the "
-            "responses to a prompt: set it to 2 or more, or let a judge look at single ones "
-            "(mode: absolute, or reference_column)"
-        )
-    if names and (alone := ", ".join(beside)):
-        raise ValueError(
-            f"the algorithm has one more response to each prompt ({alone}) scored alone, and the "
-            f"reward {names[0]!r} compares responses: take rloo, or let a judge look at single "
-            "ones (mode: absolute, or reference_column)"
-        )
 
 
 def prepare_trainer(trainer: L.Trainer, stage: str) -> None:

@@ -175,6 +175,35 @@ def test_a_judge_that_compares_responses_is_found_where_there_is_one_of_each(
 
 
 @pytest.mark.usefixtures("no_weights")
+def test_evaluations_of_single_responses_by_a_comparing_judge_are_found(
+    model_folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def checked(data: dict[str, Any], limit: float = 1.0, **evaluation: Any) -> str:
+        config = experiment(
+            "RLOO", {"policy": model_folder}, data, reward=REWARD, limit_val_batches=limit
+        )
+        options = config["model"]["init_args"]
+        options["rewards"]["init_args"]["functions"] = [judge]
+        options["evaluation"] = evaluation
+        Path("run.yaml").write_text(yaml.safe_dump(config))
+        code, told = run(["check", "--config", "run.yaml"]), capsys.readouterr().err
+        assert code == (2 if "model.init_args.evaluation" in told else 0), told
+        return told
+
+    judge = {
+        "class_path": "JudgeReward",
+        "init_args": {"urls": "http://127.0.0.1:1/v1", "mode": "pairwise"},
+    }
+    metrics = {"absolute": {"class_path": "JudgeReward", "init_args": {"urls": "http://x/v1"}}}
+    with_val = {**_questions(8), "val": "rows.jsonl"}
+    for beside in ({}, {"metrics": metrics}):
+        assert "num_samples is 1, and samples are taken in rou" in checked(with_val, **beside)
+        assert not checked(with_val, num_samples=4, **beside)
+    assert not checked(_questions(8))  # nothing is evaluated
+    assert not checked(with_val, limit=0)
+
+
+@pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize("kind", ["LearnedReward", "ProcessReward", "GenerativeReward"])
 def test_a_reward_model_without_a_template_is_found_before_it_is_to_read_chats(
     kind: str, model_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

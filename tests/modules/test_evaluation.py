@@ -317,6 +317,51 @@ def test_what_makes_no_sense_is_refused(build, options: dict[str, Any], message:
         build(evaluation=Evaluation(**options))
 
 
+class Longest(RewardFunction):
+    """Prefers the longest of the responses that it sees, which have to be two or more."""
+
+    compares_responses = True
+
+    def __call__(self, completions: Sequence[str]) -> list[float]:
+        assert len(completions) > 1
+        return [float(len(one) == max(map(len, completions))) for one in completions]
+
+
+@pytest.mark.parametrize("place", ["rewards", "metrics"])
+@pytest.mark.parametrize(
+    ("evaluation", "message"),
+    [
+        ({}, r"num_samples is 1, .*rounds of num_generations \(2\).*'longest' compares"),
+        ({"num_samples": 5}, r"num_samples is 5, .*rounds of num_generations \(2\)"),
+        ({"num_samples": 4, "temperatures": (0.0, 1.0)}, "one of the temperatures .* is 0"),
+        ({"num_samples": 4}, ""),
+        ({"num_samples": 4, "temperatures": (0.5, 1.0)}, ""),
+    ],
+)
+def test_single_responses_are_not_compared(
+    build, data, tmp_path: Path, place: str, evaluation: dict[str, Any], message: str
+) -> None:
+    def module() -> Any:
+        options = {"rewards": Rewards([Longest()])} if place == "rewards" else {"reward": letters}
+        metrics: Any = [Longest()] if place == "metrics" else []
+        given = Evaluation(**evaluation, metrics=metrics)
+        return build(num_generations=2, evaluation=given, **options)
+
+    if not message:
+        metrics, _ = validate(module(), data, tmp_path)
+        assert 0 < metrics["eval/longest"] <= 1
+        return
+    with pytest.raises(ValueError, match=message):
+        validate(module(), data, tmp_path)
+    # before a training spends an iteration, and only where it validates
+    own = {"default_root_dir": tmp_path, "accelerator": "cpu", "logger": False, "max_steps": 1}
+    own |= {"enable_checkpointing": False, "num_sanity_val_steps": 0}
+    with pytest.raises(ValueError, match=message):
+        L.Trainer(**own).fit((refused := module()), datamodule=data)
+    assert refused.global_step == 0
+    L.Trainer(**own, limit_val_batches=0).fit(module(), datamodule=data)
+
+
 def test_answers_that_the_rewards_read() -> None:
     numbers = NumericAnswer()
     assert numbers.answer_of("5 and then 1,000.50") == numbers.answer_of("#### 1000.5 or so")

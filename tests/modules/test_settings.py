@@ -17,7 +17,6 @@ from lrlhf.modules import (
     Advantage,
     Critic,
     DynamicSampling,
-    Evaluation,
     ImportanceSampling,
     Reference,
     Update,
@@ -232,10 +231,6 @@ def test_a_judge_of_several_responses_is_not_asked_about_lone_ones(
         ValueError, match=r"each prompt \(greedy\) scored alone, and the reward 'wi"
     ):
         build(rewards=Rewards(judge), algorithm="remax", num_generations=2)
-    options = {"algorithm": "reinforce", "evaluation": Evaluation(metrics=judge)}
-    with pytest.raises(ValueError, match="num_generations is 1, and the reward 'wise' comp"):
-        build(num_generations=1, **options)
-    build(num_generations=2, **options)
 
 
 @pytest.mark.parametrize(

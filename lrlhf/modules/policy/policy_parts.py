@@ -17,11 +17,7 @@ from lrlhf.models import (
     plain_model,
 )
 from lrlhf.modules.base import TrainingModule
-from lrlhf.modules.checks import (
-    refuse_idle_encoder,
-    refuse_lone_responses,
-    refuse_other_batch,
-)
+from lrlhf.modules.checks import refuse_idle_encoder, refuse_other_batch
 from lrlhf.modules.contracts import KLPenalized
 from lrlhf.modules.metrics.rollout_metrics import (
     explained_variance,
@@ -40,6 +36,7 @@ from lrlhf.modules.policy.sampler import Sampler
 from lrlhf.modules.policy.scorer import Scorer
 from lrlhf.modules.policy.teaching import Teaching, measure_distance
 from lrlhf.modules.settings import Reference
+from lrlhf.modules.validation_sets import set_names
 from lrlhf.rewards.no_rewards import NoRewards
 from lrlhf.rewards.rewards import Rewards, as_rewards
 from lrlhf.rollout import RolloutEngine, TransformersEngine
@@ -73,7 +70,6 @@ class PolicyParts:
         critic: ValueFunction | None = None,
     ) -> None:
         rewards = NoRewards() if rewards is None else as_rewards(rewards)
-        refuse_lone_responses(rewards, settings.num_generations, settings.algorithm.beside)
         self.settings = settings
         self.policy = policy
         self.critic = critic
@@ -93,8 +89,6 @@ class PolicyParts:
         )
         self.moments = RunningMoments()
         metrics = metrics_of(settings.evaluation, rewards)
-        if metrics is not None:
-            refuse_lone_responses(metrics, settings.num_generations)
         self.sampler = Sampler(
             policy, self.engine, rewards, settings, seed=module.seed, metrics=metrics
         )
@@ -223,8 +217,8 @@ class PolicyParts:
         """Begin with a trainer: refuse what hangs, and attach the engine anew.
 
         Raises:
-            ValueError: The engine cannot be split over so many processes, or an encoder could wait
-                for others.
+            ValueError: The engine cannot be split over so many processes, an encoder could wait
+                for others, or evaluations could not be scored.
         """
         check_group_size(self.engine.capabilities.ranks_together, module.trainer.world_size)
         if stage == "fit":
@@ -232,6 +226,9 @@ class PolicyParts:
                 module.trainer, plain_model(self.policy.model), self.policy.processor
             )
             self._shown_plan = ""
+        validates = module.trainer.enable_validation and set_names(module.trainer)
+        if stage in ("validate", "test") or (stage == "fit" and validates):
+            self.sampler.check_evaluations()
         self.sampler.reset()
 
     def shard_frozen(self, module: TrainingModule) -> None:

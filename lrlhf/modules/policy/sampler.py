@@ -19,7 +19,13 @@ from lrlhf.modules.policy.experience import Sample, trained_scores
 from lrlhf.modules.policy.iteration import Iteration
 from lrlhf.modules.policy.load_policy import LoadedPolicy
 from lrlhf.modules.policy.policy_settings import PolicySettings
-from lrlhf.modules.policy.sampler_checks import check_engine, check_generating_ahead
+from lrlhf.modules.policy.sampler_checks import (
+    check_beside,
+    check_compared,
+    check_engine,
+    check_generating_ahead,
+    check_rounds,
+)
 from lrlhf.modules.policy.stored_rollouts import as_collected, check_stored
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import (
@@ -59,7 +65,8 @@ class Sampler:
         metrics: What is measured of responses in evaluations only.
 
     Raises:
-        ValueError: The engine cannot do what the settings ask for.
+        ValueError: The engine cannot do what the settings ask for, or the rewards compare
+            responses of which there is one.
     """
 
     def __init__(
@@ -82,6 +89,8 @@ class Sampler:
         self._constant = ConstantRewards()
         check_engine(engine, settings)
         check_generating_ahead(settings, rewards)
+        check_compared(rewards, settings.num_generations)
+        check_beside(rewards, settings.algorithm.beside)
         self._collector = Collector(
             engine, rewards, policy.tokenizer, shows_media=policy.processor is not None
         )
@@ -257,6 +266,16 @@ class Sampler:
         ]
 
     # ---- evaluation
+
+    def check_evaluations(self) -> None:
+        """Refuse evaluations that could not be scored, before an iteration is spent.
+
+        Raises:
+            ValueError: See `check_rounds`.
+        """
+        for functions in (self._rewards, self._metrics):
+            if functions is not None:
+                check_rounds(functions, self._settings)
 
     def answer(
         self, batch: PromptBatch, sampling: Sampling, seeds: Sequence[int], it: Iteration

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from lrlhf.modules.policy.policy_settings import PolicySettings
 from lrlhf.rewards import Rewards
+from lrlhf.rewards.lookup import comparing
 from lrlhf.rollout import RolloutEngine
 from lrlhf.rollout.engines.engine import check_format
+
+_SINGLE = "let a judge look at single ones (mode: absolute, or reference_column)"
 
 
 def check_engine(engine: RolloutEngine, settings: PolicySettings) -> None:
@@ -57,3 +62,65 @@ def check_generating_ahead(settings: PolicySettings, rewards: Rewards) -> None:
             "not for responses that were generated ahead: set max_staleness: 0, or give the "
             "environment get_reward() and take environment_reward"
         )
+
+
+def check_compared(rewards: Rewards, num_generations: int) -> None:
+    """Refuse rewards that compare the responses to a prompt where there is one of each.
+
+    Raises:
+        ValueError: There is.
+    """
+    names = comparing(rewards.functions)
+    if names and num_generations < 2:
+        raise ValueError(
+            f"num_generations is {num_generations}, and the reward {names[0]!r} compares the "
+            f"responses to a prompt: set it to 2 or more, or {_SINGLE}"
+        )
+
+
+def check_beside(rewards: Rewards, beside: Iterable[str]) -> None:
+    """Refuse rewards that compare responses where the algorithm has one scored alone.
+
+    Args:
+        rewards: Of the training.
+        beside: What the algorithm samples beside the others, one to a prompt.
+
+    Raises:
+        ValueError: There is such a response, and such a reward.
+    """
+    names = comparing(rewards.functions)
+    if names and (alone := ", ".join(beside)):
+        raise ValueError(
+            f"the algorithm has one more response to each prompt ({alone}) scored alone, and the "
+            f"reward {names[0]!r} compares responses: take rloo, or {_SINGLE}"
+        )
+
+
+def check_rounds(functions: Rewards, settings: PolicySettings) -> None:
+    """Refuse functions that compare responses where an evaluation scores one of a prompt alone.
+
+    Args:
+        functions: Rewards or metrics that the evaluation asks.
+        settings: Of the run.
+
+    Raises:
+        ValueError: It does; says which samples would do.
+    """
+    names, evaluation = comparing(functions.functions), settings.evaluation
+    if not names:
+        return
+    size = settings.num_generations
+    temperatures = evaluation.temperatures or (settings.eval_sampling.temperature,)
+    if evaluation.num_samples % size == 1 % size:
+        reason = (
+            f"evaluation.num_samples is {evaluation.num_samples}, and samples are taken in rounds "
+            f"of num_generations ({size}), one of which has a single response to a prompt"
+        )
+    elif min(temperatures) == 0:
+        reason = "one of the temperatures of evaluations is 0, where a prompt has one response"
+    else:
+        return
+    raise ValueError(
+        f"{reason}; {names[0]!r} compares the responses to a prompt: set evaluation.num_samples to "
+        f"a multiple of num_generations at temperatures above 0, or {_SINGLE}"
+    )

@@ -26,6 +26,7 @@ from lrlhf.planning.checks.together import (
     check_batches,
     check_context,
     check_engine,
+    check_evaluations,
     check_interval,
     check_kl_control,
     check_rows_per_batch,
@@ -104,6 +105,7 @@ def check_run(sections: dict[str, Any], parts: Parts, *, trains: bool) -> Iterat
         _tried(check_kl_control, trainer, settings)
     rewards = _tried(parts.rewards)
     _tried(check_siblings, settings, rewards)
+    _tried(check_evaluations, settings, rewards, trainer, data)
     trained = _tried(check_models, model)
     _tried(check_main_memory, trainer, trained)
     if trained is not None:

@@ -14,9 +14,9 @@ from lrlhf.callbacks import KLControl
 from lrlhf.callbacks.kl_control import NOTHING_TO_ADAPT
 from lrlhf.datamodules import RowDataModule
 from lrlhf.datamodules.loading.splits import FirstRows
-from lrlhf.modules.checks import refuse_lone_responses
 from lrlhf.modules.policy.batch_plan import BatchPlan, Quantity
 from lrlhf.modules.policy.policy_settings import PolicySettings
+from lrlhf.modules.policy.sampler_checks import check_beside, check_compared, check_rounds
 from lrlhf.planning.batch_sizes import has_batch_plan, planned_batches
 from lrlhf.planning.checks.data_rows import LookedAt
 from lrlhf.planning.checks.mistake import MistakeError
@@ -115,12 +115,27 @@ def check_siblings(settings: PolicySettings | None, rewards: Rewards | None) -> 
     if settings is None or rewards is None:
         return
     try:
-        refuse_lone_responses(rewards, settings.num_generations, settings.algorithm.beside)
+        check_compared(rewards, settings.num_generations)
     except ValueError as error:
-        if settings.num_generations > 1:
-            raise MistakeError(("model", "rewards"), str(error)) from error
         rest = str(error).removeprefix("num_generations is ")
         raise MistakeError(("model", "num_generations"), rest) from error
+    try:
+        check_beside(rewards, settings.algorithm.beside)
+    except ValueError as error:
+        raise MistakeError(("model", "rewards"), str(error)) from error
+
+
+def check_evaluations(
+    settings: PolicySettings | None, rewards: Rewards | None, trainer: Mapping[str, Any], data: Any
+) -> None:
+    """Refuse evaluations of single responses by rewards that compare responses."""
+    validates = trainer["limit_val_batches"] != 0 and _validates(data)
+    if settings is None or rewards is None or not validates:
+        return
+    try:
+        check_rounds(rewards, settings)
+    except ValueError as error:
+        raise MistakeError(("model", "evaluation"), str(error)) from error
 
 
 def check_sizes(model: Any, data: Any, ranks: Quantity) -> BatchPlan | None:
@@ -160,9 +175,8 @@ def check_interval(
 ) -> None:
     """Refuse a validation after more batches than an epoch has."""
     options, interval = options_of(data), trainer["val_check_interval"]
-    validates = any(options.get(name) for name in ("val", "val_size", "val_fraction"))
     counts_epochs = trainer["check_val_every_n_epoch"] is not None
-    if not (train.complete and validates and counts_epochs and isinstance(interval, int)):
+    if not (train.complete and _validates(data) and counts_epochs and isinstance(interval, int)):
         return
     batches = len(train.rows) // (options["batch_size"] * ranks)
     if interval > batches:
@@ -205,6 +219,11 @@ def check_context(model: Any, data: Any, trained: TrainedModel, seen: LookedAt |
         return ""
     shown = f"{origin} {tokens}" + (f" + {said[-1]} {responses}" if responses else "")
     return f"{shown}, of {trained.context or 'any number of'} tokens"
+
+
+def _validates(data: Any) -> bool:
+    options = options_of(data)
+    return any(options.get(name) for name in ("val", "val_size", "val_fraction"))
 
 
 def _batches_taken(module: type | None) -> tuple[type, ...]:
