@@ -37,6 +37,15 @@ class Weights:
         table = [self._weights_of(row, values) for row, values in enumerate(columns)]
         return torch.tensor(table, dtype=torch.float64).view(len(columns), len(self.names))
 
+    @property
+    def of_all(self) -> list[str]:
+        """The functions that are asked about every response, whatever its label."""
+        return [
+            name
+            for name, *own in zip(self.names, *self.by_label.values(), strict=True)
+            if all(map(math.isfinite, own))
+        ]
+
     def _weights_of(self, row: int, values: Mapping[str, object]) -> Sequence[float]:
         if self.label_column is None:
             return self.by_label[""]

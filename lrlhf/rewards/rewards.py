@@ -157,6 +157,11 @@ class Rewards(KeepsArguments):
         return dict(self._functions)
 
     @property
+    def asked_of_all(self) -> list[str]:
+        """The functions that no label of the recipe leaves out."""
+        return self._weights.of_all
+
+    @property
     def answer_columns(self) -> dict[str, str]:
         """See `judging_columns`."""
         return judging_columns(function for _, function in self._functions)

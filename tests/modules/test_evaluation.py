@@ -356,10 +356,32 @@ def test_single_responses_are_not_compared(
     # before a training spends an iteration, and only where it validates
     own = {"default_root_dir": tmp_path, "accelerator": "cpu", "logger": False, "max_steps": 1}
     own |= {"enable_checkpointing": False, "num_sanity_val_steps": 0}
+    own |= {"enable_progress_bar": False}
     with pytest.raises(ValueError, match=message):
         L.Trainer(**own).fit((refused := module()), datamodule=data)
     assert refused.global_step == 0
     L.Trainer(**own, limit_val_batches=0).fit(module(), datamodule=data)
+
+
+def test_other_refusals_of_single_responses_beside_functions_that_compare(
+    build, data, tmp_path: Path
+) -> None:
+    def compared(num_generations: int = 2, **options: Any) -> Any:
+        evaluation = Evaluation(num_samples=4, metrics=[Longest()])
+        return build(num_generations=num_generations, evaluation=evaluation, **options)
+
+    with pytest.raises(ValueError, match=r"num_generations is 1, .*'longest' compares"):
+        validate(compared(1, algorithm="reinforce"), data, tmp_path)
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    with pytest.raises(ValueError, match=r"a prediction has one response.*: validate, or let"):
+        trainer.predict(compared(), datamodule=data)
+    # what is compared at training only: no prompt of the evaluation has that label
+    recipe = {"open": {"longest": 1.0}, "closed": {"letters": 1.0}}
+    rewards = Rewards([Longest(), letters], recipe=recipe, label_column="kind")
+    module = build(num_generations=2, rewards=rewards)
+    words = [{"prompt": f"say {word}", "kind": "closed"} for word in "abc"]
+    metrics, _ = validate(module, PromptDataModule(words, words, batch_size=3), tmp_path)
+    assert "eval/letters" in metrics
 
 
 def test_answers_that_the_rewards_read() -> None:

@@ -35,7 +35,9 @@ def begin_before_the_next_push(server: VLLMServerEngine, monkeypatch: pytest.Mon
         client.post(pause)
         before = count(GENERATED)
         start(queue, step, *args, **options)
+        deadline = time.monotonic() + 120
         while count(GENERATED) < before + 16 or not count("vllm:num_requests_running"):
+            assert time.monotonic() < deadline
             client.post("/resume")
             time.sleep(0.01)
             client.post(pause)

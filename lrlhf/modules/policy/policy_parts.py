@@ -36,7 +36,6 @@ from lrlhf.modules.policy.sampler import Sampler
 from lrlhf.modules.policy.scorer import Scorer
 from lrlhf.modules.policy.teaching import Teaching, measure_distance
 from lrlhf.modules.settings import Reference
-from lrlhf.modules.validation_sets import set_names
 from lrlhf.rewards.no_rewards import NoRewards
 from lrlhf.rewards.rewards import Rewards, as_rewards
 from lrlhf.rollout import RolloutEngine, TransformersEngine
@@ -81,6 +80,10 @@ class PolicyParts:
             self.engine = EpisodeEngine(self.turn_engine, settings.episodes)
         self.own_engine = TransformersEngine()
         """Generates with the policy where ``turn_engine`` has other weights."""
+        metrics = metrics_of(settings.evaluation, rewards)
+        self.sampler = Sampler(
+            policy, self.engine, rewards, settings, seed=module.seed, metrics=metrics
+        )
         if settings.update.router_loss_coef > 0:
             check_has_experts(policy.model)
         self.reference = load_reference(policy.model, settings)
@@ -88,10 +91,6 @@ class PolicyParts:
             None if settings.teacher is None else Teaching(policy, settings, self.engine)
         )
         self.moments = RunningMoments()
-        metrics = metrics_of(settings.evaluation, rewards)
-        self.sampler = Sampler(
-            policy, self.engine, rewards, settings, seed=module.seed, metrics=metrics
-        )
         models = {"policy": policy.model, **({} if critic is None else {"critic": critic.model})}
         self.scorer = Scorer(
             policy.model,
@@ -226,9 +225,8 @@ class PolicyParts:
                 module.trainer, plain_model(self.policy.model), self.policy.processor
             )
             self._shown_plan = ""
-        validates = module.trainer.enable_validation and set_names(module.trainer)
-        if stage in ("validate", "test") or (stage == "fit" and validates):
-            self.sampler.check_evaluations()
+        if stage != "fit" or module.trainer.enable_validation:
+            self.sampler.check_evaluations(answers_once=stage == "predict")
         self.sampler.reset()
 
     def shard_frozen(self, module: TrainingModule) -> None:

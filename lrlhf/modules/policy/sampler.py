@@ -23,8 +23,8 @@ from lrlhf.modules.policy.sampler_checks import (
     check_beside,
     check_compared,
     check_engine,
+    check_evaluation,
     check_generating_ahead,
-    check_rounds,
 )
 from lrlhf.modules.policy.stored_rollouts import as_collected, check_stored
 from lrlhf.rewards import Rewards
@@ -267,15 +267,15 @@ class Sampler:
 
     # ---- evaluation
 
-    def check_evaluations(self) -> None:
+    def check_evaluations(self, *, answers_once: bool) -> None:
         """Refuse evaluations that could not be scored, before an iteration is spent.
 
         Raises:
-            ValueError: See `check_rounds`.
+            ValueError: See `check_evaluation`.
         """
         for functions in (self._rewards, self._metrics):
             if functions is not None:
-                check_rounds(functions, self._settings)
+                check_evaluation(functions, self._settings, answers_once=answers_once)
 
     def answer(
         self, batch: PromptBatch, sampling: Sampling, seeds: Sequence[int], it: Iteration

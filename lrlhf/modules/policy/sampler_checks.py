@@ -96,22 +96,32 @@ def check_beside(rewards: Rewards, beside: Iterable[str]) -> None:
         )
 
 
-def check_rounds(functions: Rewards, settings: PolicySettings) -> None:
+def check_evaluation(functions: Rewards, settings: PolicySettings, *, answers_once: bool) -> None:
     """Refuse functions that compare responses where an evaluation scores one of a prompt alone.
+
+    Those that a recipe asks about some labels only are left to the run: data may have others.
 
     Args:
         functions: Rewards or metrics that the evaluation asks.
         settings: Of the run.
+        answers_once: Whether every prompt is answered once, whatever the settings say.
 
     Raises:
         ValueError: It does; says which samples would do.
     """
-    names, evaluation = comparing(functions.functions), settings.evaluation
+    names = [name for name in comparing(functions.functions) if name in functions.asked_of_all]
     if not names:
         return
-    size = settings.num_generations
+    check_compared(functions, settings.num_generations)
+    evaluation, size = settings.evaluation, settings.num_generations
     temperatures = evaluation.temperatures or (settings.eval_sampling.temperature,)
-    if evaluation.num_samples % size == 1 % size:
+    several = (
+        "set evaluation.num_samples to a multiple of num_generations at temperatures above 0, or "
+        "trainer.limit_val_batches: 0, or "
+    )
+    if answers_once:
+        reason, several = "a prediction has one response to a prompt", "validate, or "
+    elif evaluation.num_samples % size == 1:
         reason = (
             f"evaluation.num_samples is {evaluation.num_samples}, and samples are taken in rounds "
             f"of num_generations ({size}), one of which has a single response to a prompt"
@@ -121,6 +131,6 @@ def check_rounds(functions: Rewards, settings: PolicySettings) -> None:
     else:
         return
     raise ValueError(
-        f"{reason}; {names[0]!r} compares the responses to a prompt: set evaluation.num_samples to "
-        f"a multiple of num_generations at temperatures above 0, or {_SINGLE}"
+        f"{reason}, and the reward {names[0]!r} compares the responses to a prompt: "
+        f"{several}{_SINGLE}"
     )

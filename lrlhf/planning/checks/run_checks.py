@@ -105,7 +105,8 @@ def check_run(sections: dict[str, Any], parts: Parts, *, trains: bool) -> Iterat
         _tried(check_kl_control, trainer, settings)
     rewards = _tried(parts.rewards)
     _tried(check_siblings, settings, rewards)
-    _tried(check_evaluations, settings, rewards, trainer, data)
+    if trains:
+        _tried(check_evaluations, settings, rewards, trainer, data)
     trained = _tried(check_models, model)
     _tried(check_main_memory, trainer, trained)
     if trained is not None:

@@ -16,7 +16,7 @@ from lrlhf.datamodules import RowDataModule
 from lrlhf.datamodules.loading.splits import FirstRows
 from lrlhf.modules.policy.batch_plan import BatchPlan, Quantity
 from lrlhf.modules.policy.policy_settings import PolicySettings
-from lrlhf.modules.policy.sampler_checks import check_beside, check_compared, check_rounds
+from lrlhf.modules.policy.sampler_checks import check_beside, check_compared, check_evaluation
 from lrlhf.planning.batch_sizes import has_batch_plan, planned_batches
 from lrlhf.planning.checks.data_rows import LookedAt
 from lrlhf.planning.checks.mistake import MistakeError
@@ -133,7 +133,7 @@ def check_evaluations(
     if settings is None or rewards is None or not validates:
         return
     try:
-        check_rounds(rewards, settings)
+        check_evaluation(rewards, settings, answers_once=False)
     except ValueError as error:
         raise MistakeError(("model", "evaluation"), str(error)) from error
 
