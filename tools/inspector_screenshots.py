@@ -8,7 +8,7 @@ from pathlib import Path
 from PIL import Image
 
 from lrlhf.analysis.inspector import write_inspector
-from tests.analysis.browser import NARROW, WIDE, opening
+from tests.analysis.browser import NARROW, WIDE, opening, wait_until_drawn
 from tests.analysis.inspector.runs import policy_run, reward_run
 
 _IMAGES = Path(__file__).parents[1] / "docs" / "images"
@@ -31,7 +31,7 @@ def main() -> None:
         ]
         for name, path, part, size, scheme in shots:
             page = opened(path, part, size, scheme)
-            page.wait_for_timeout(2_500)
+            wait_until_drawn(page)
             if part.startswith("response"):
                 page.get_by_label("Colour by").select_option(label="KL to the reference")
             page.locator("#runs").evaluate(

@@ -18,7 +18,7 @@ from typing import Any
 import markdown
 from PIL import Image
 
-from tests.analysis.browser import NARROW, WIDE, Opened, opening
+from tests.analysis.browser import NARROW, WIDE, Opened, opening, wait_until_drawn
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images" / "gallery"
 RUNS = ("quickstart", "hh")
@@ -70,7 +70,7 @@ def _open(opened: Opened, path: Path, size: tuple[int, int]) -> Any:
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing: docs/gallery.md says how to make it")
     page = opened(_as_page(path) if path.suffix == ".md" else path, "", size)
-    page.wait_for_timeout(2_500)  # charts draw themselves
+    wait_until_drawn(page)
     return page
 
 

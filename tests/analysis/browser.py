@@ -61,6 +61,16 @@ def _foreign(url: str) -> list[str]:
     return [] if url.startswith(("file:", "data:", "blob:")) else [f"request: {url}"]
 
 
+def wait_until_drawn(page: Any) -> None:
+    """Wait until all charts in the window are there; those below it are drawn when they come up."""
+    page.wait_for_function(
+        """() => [...document.querySelectorAll(".plot")].every((plot) => plot.offsetParent === null
+            || plot.getBoundingClientRect().top > innerHeight || plot.querySelector(".main-svg"))"""
+    )
+    frames = "requestAnimationFrame(() => requestAnimationFrame(done))"
+    page.evaluate(f"() => new Promise((done) => {frames})")
+
+
 def fits(page: Any) -> bool:
     """Whether nothing is wider than the window."""
     wide: bool = page.evaluate("document.documentElement.scrollWidth <= innerWidth")
