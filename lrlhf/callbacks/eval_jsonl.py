@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,10 @@ from lrlhf.callbacks.output_files import (
     row_number,
 )
 from lrlhf.modules.validation_sets import set_column
+from lrlhf.run.checkpoints.set_aside import set_aside
 from lrlhf.run.step_numbers import LoadedStep, model_step
+
+_FILE = re.compile(r"eval_scores_(\d+)\.jsonl")
 
 
 class EvalJSONL(KeepsArguments, LoadedStep):
@@ -35,6 +39,10 @@ class EvalJSONL(KeepsArguments, LoadedStep):
     evaluation too: that of the model before training. A shorter one is no evaluation and writes
     nothing.
 
+    A training that starts from the beginning gives the evaluations of an earlier one in its folder
+    a number of their own, ``eval_scores_{step}.1.jsonl``; one that goes on removes those of steps
+    after its checkpoint, which it is about to take again.
+
     Args:
         dirpath: Folder of the files; None: the run folder.
     """
@@ -47,9 +55,18 @@ class EvalJSONL(KeepsArguments, LoadedStep):
         """Files written by this process, oldest first; on rank zero only."""
         self._lines = LineSpool()
         """By data loader, source, and position in it."""
+        self._cleared = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         hold_output_folder(trainer, self.dirpath, stage)
+        self._cleared = False
+
+    def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._clear(trainer)  # the check itself may be the evaluation of step 0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._clear(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._lines.clear()
@@ -96,6 +113,22 @@ class EvalJSONL(KeepsArguments, LoadedStep):
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
         self._lines.clear()
+
+    def _clear(self, trainer: L.Trainer) -> None:
+        """Make room for the evaluations of this training, once."""
+        if self._cleared or not trainer.is_global_zero:
+            return
+        self._cleared = True
+        done, old = trainer.global_step, {}
+        for path in output_folder(trainer, self.dirpath).glob("eval_scores_*.jsonl"):
+            if named := _FILE.fullmatch(path.name):
+                old[int(named[1])] = path
+        paths = [old[step] for step in sorted(old)]
+        if not done:
+            set_aside("EvalJSONL", paths, paths)
+        for step, path in old.items() if done else ():
+            if step > done:
+                path.unlink()
 
     def _write(self, trainer: L.Trainer, name: str) -> None:
         self._lines.gather(trainer)

@@ -28,6 +28,37 @@ def test_each_evaluation_becomes_one_file_in_data_set_order(tmp_path: Path) -> N
     ]
 
 
+def test_a_training_does_not_mix_its_evaluations_with_those_of_an_earlier_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fit(steps: int, **options: Any) -> L.Trainer:
+        made = trainer(tmp_path, EvalJSONL(), val_check_interval=2, max_steps=steps, **options)
+        made.fit(ToyPolicy(), batches(8), batches(2))
+        return made
+
+    def files() -> list[str]:
+        return sorted(path.name for path in tmp_path.glob("eval_scores_*"))
+
+    first = fit(6)
+    assert files() == [f"eval_scores_{step}.jsonl" for step in (2, 4, 6)]
+    first.save_checkpoint(tmp_path / "six.ckpt")
+    # from the beginning, and shorter: what the longer run said of step 6 is none of its own
+    with caplog.at_level("INFO"):
+        fit(2, num_sanity_val_steps=-1)
+    aside = [f"eval_scores_{step}.1.jsonl" for step in (2, 4, 6)]
+    assert files() == sorted([*aside, "eval_scores_0.jsonl", "eval_scores_2.jsonl"])
+    (said,) = [one for one in caplog.messages if "EvalJSONL" in one]
+    assert "earlier run has written eval_scores_2.jsonl and 2 more; they are now" in said
+    # on from a checkpoint: what came after it is taken again
+    (tmp_path / "eval_scores_8.jsonl").write_text("")
+    went_on = trainer(tmp_path, EvalJSONL(), max_epochs=2, max_steps=9, limit_val_batches=0)
+    went_on.fit(ToyPolicy(), batches(8), ckpt_path=str(tmp_path / "six.ckpt"))
+    assert files() == sorted([*aside, "eval_scores_0.jsonl", "eval_scores_2.jsonl"])
+    # an evaluation by itself leaves all of them where they are
+    trainer(tmp_path, EvalJSONL()).validate(ToyPolicy(), batches(2), verbose=False)
+    assert {*files()} >= {*aside, "eval_scores_2.jsonl"}
+
+
 def test_records_of_several_validation_sets_are_told_apart(tmp_path: Path) -> None:
     log = EvalJSONL()
     trainer(tmp_path, log).fit(

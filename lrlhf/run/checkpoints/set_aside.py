@@ -18,8 +18,12 @@ def set_aside(who: str, names: Sequence[Path], old: Sequence[Path]) -> None:
         number += 1
     for place in old:
         place.rename(_numbered(place, number))
+    if old:
+        first, *others = old
+        more = f" and {len(others)} more; they are" if others else "; it is"
         rank_zero_info(
-            f"{who}: an earlier run has written {place.name}; it is now {_numbered(place, number)}"
+            f"{who}: an earlier run has written {first.name}{more} now "
+            f"{_numbered(first, number)}{' and so on' if others else ''}"
         )
 
 
