@@ -83,12 +83,15 @@ def describe_run(config: Namespace) -> Iterator[str]:
         return
     elif has_batch_plan(options):
         plan = planned_batches(batch_size, model, ranks)
+        memory = ""
         if len(gpus) < 2:
             yield title + _iteration_tables(plan, trainer, ranks)
             if is_a(model, TrainingModule):
-                yield memory_report(sections, plan, ranks.number or 1, device_size)
+                yield (memory := memory_report(sections, plan, ranks.number or 1, device_size))
         if gpus and is_a(model, TrainingModule):
-            yield from _times(sections, plan, gpus)
+            told = memory.replace("no memory table", "no table of times", 1)
+            for paragraph in _times(sections, plan, gpus):
+                yield paragraph if paragraph != told else "no table of times either"
         return
     else:
         reason = f"it is unknown how {model['class_path']} uses a batch"

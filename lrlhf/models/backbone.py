@@ -250,7 +250,7 @@ def allow_packing(model: PreTrainedModel | PeftModel) -> bool:
     if reason is not None:
         logger.log(
             logging.WARNING if expected else logging.INFO,
-            "%s pads its rows and computes a prefix that rows share once for each: %s.",
+            "%s pads its rows and computes what they share anew for each, which is slower: %s.",
             type(plain).__name__,
             reason,
         )

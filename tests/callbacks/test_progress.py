@@ -79,7 +79,8 @@ class Judge(ToyPolicy):
 
     def validation_step(self, *_: object) -> None:  # type: ignore[override]
         self.log_dict({f"eval/mean_of_something_{number}": 0.5 for number in range(9)})
-        self.log_dict({"eval/accuracy_low": 0.25, "eval/accuracy": 0.5})
+        self.log_dict({"eval/accuracy_low": 0.25, "eval/accuracy": 0.5, "eval/accuracy_high": 0.75})
+        self.log("eval/accuracy_of_two", 0.125)
 
 
 def test_the_line_of_an_evaluation_begins_with_what_matters_and_is_short(
@@ -88,7 +89,9 @@ def test_the_line_of_an_evaluation_begins_with_what_matters_and_is_short(
     fit = trainer(tmp_path, PhaseProgress(), enable_progress_bar=True)
     fit.fit(Judge(), batches(1), batches(1))
     (line,) = re.findall(r"eval at step.*", capsys.readouterr().out)
-    start = "eval at step 1  accuracy 0.5  accuracy_low 0.25  mean_of_something_0 0.5  mean"
+    start = (
+        "eval at step 1  accuracy 0.5 (0.25 to 0.75)  accuracy_of_two 0.125  mean_of_something_0"
+    )
     assert line.startswith(start)
     assert line.endswith(" 0.5  …")
     assert 90 < len(line) <= 120

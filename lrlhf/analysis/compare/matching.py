@@ -81,17 +81,18 @@ def match(a: Side, b: Side, by: Match = "auto", sizes: Sequence[int] = ()) -> Ma
         )
     found = None
     if placed and by != "text":
-        found = [grouped(run.samples, by_row=True) for run in runs]
+        found = groups_by_row = [grouped(run.samples, by_row=True) for run in runs]
         others = _different_texts(found)
         if others and by == "auto":
             found = None
             by_text = [grouped(run.samples, by_row=False) for run in runs]
             if not set.intersection(*map(set, by_text)):
+                shared = set.intersection(*map(set, groups_by_row))
                 raise ValueError(
-                    f"{a.name} and {b.name} have the same rows, but on {len(others)} of them "
-                    f"another prompt (first {' '.join(others[0][-2:])}): they were evaluated on "
-                    "different data, or with different templates; --match row compares them "
-                    "nevertheless"
+                    f"{a.name} and {b.name} have {len(shared)} rows of the same numbers, and on "
+                    f"{len(others)} of them another prompt (first {' '.join(others[0][-2:])}): "
+                    "they were evaluated on different data, or with different templates; --match "
+                    "row compares them nevertheless"
                 )
     groups = found or [grouped(run.samples, by_row=False) for run in runs]
     common = set.intersection(*map(set, groups))

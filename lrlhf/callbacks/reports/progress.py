@@ -34,6 +34,8 @@ _OF_OTHERS = {"reward_model/accuracy": "accuracy", "train/loss": "loss"}
 _EVALUATED = {"response_length": "length", "truncated_fraction": "cut off"}
 """Short names of what an evaluation measures."""
 _GAP = "  "
+_ENDS = ("_low", "_high")
+"""Of the names of an interval."""
 _MAX_WIDTH = 119
 """Of a line about an evaluation, in characters, without the mark for what is left out."""
 _NOTHING = 1e-6
@@ -187,11 +189,23 @@ def short(value: Tensor | float) -> str:
 
 
 def _evaluated(logged: Mapping[str, Tensor], first: str) -> list[str]:
-    """What an evaluation measured: ``first``, what belongs to it (``first_low``), and the rest."""
-    names = [name for name in logged if name.startswith("eval/")]
+    """What an evaluation measured, each with its interval: ``first``, and the rest."""
+    ends = {f"{name}{end}" for name in logged for end in _ENDS if _has_interval(name, logged)}
+    names = [name for name in logged if name.startswith("eval/") and name not in ends]
     names.sort(key=lambda name: (name != first, not name.startswith(f"{first}_")))
-    plain = [(name.removeprefix("eval/"), logged[name]) for name in names]
-    return [f"{_EVALUATED.get(name, name)} {short(value)}" for name, value in plain]
+    words = []
+    for name in names:
+        plain = name.removeprefix("eval/")
+        word = f"{_EVALUATED.get(plain, plain)} {short(logged[name])}"
+        if _has_interval(name, logged):
+            low, high = (short(logged[f"{name}{end}"]) for end in _ENDS)
+            word += f" ({low} to {high})"
+        words.append(word)
+    return words
+
+
+def _has_interval(name: str, logged: Mapping[str, Tensor]) -> bool:
+    return all(f"{name}{end}" in logged for end in _ENDS)
 
 
 def _fitting(words: list[str], width: int) -> list[str]:

@@ -7,6 +7,7 @@ import importlib
 import os
 import random
 import secrets
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
@@ -135,6 +136,9 @@ class VLLMEngine(VLLMBase):
             except (ValueError, RuntimeError, AssertionError) as error:
                 raise self._start_error(str(error)) from error
         self._left_others = False
+        if not grouped:
+            # to Lightning the group that vLLM has made for itself is a training of several
+            warnings.filterwarnings("ignore", message="It is recommended to use .*sync_dist=True")
         if not self._in_trainers_group:
             VLLMEngine._alone += 1
         self._check_description(self._llm.collective_rpc("lrlhf_describe")[0])
