@@ -9,6 +9,7 @@ import yaml
 from transformers import LlamaConfig
 
 from lrlhf.cli import run
+from lrlhf.planning.memory import memory_report
 from tests.cli.experiment import experiment
 
 
@@ -94,6 +95,18 @@ def test_one_number_shows_batches_and_memory_too_and_multiplies_the_batch(
     assert "one iteration: 16 prompts × 4 responses" in shown
     assert "lognormal, mean 32, cut at 64 tokens" in shown
     assert "h100: 989 TFLOP/s" in shown
+
+
+def test_a_reason_why_neither_memory_nor_times_are_known_is_told_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lrlhf.cli.plan_command.memory_report", memory_report)
+    shown = _planned(capsys, "--gpus", "2", policy="./gone")
+    assert shown.count("source './gone'") == 1
+    assert "no memory table: source './gone'" in shown
+    assert shown.rstrip().endswith("no table of times either")
+    several = _planned(capsys, "--gpus", "2,4", policy="./gone")  # which show no memory
+    assert "no table of times: source './gone'" in several
 
 
 def test_rewards_and_recorded_lengths_count(capsys: pytest.CaptureFixture[str]) -> None:
