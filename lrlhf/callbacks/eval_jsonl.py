@@ -22,7 +22,7 @@ from lrlhf.modules.validation_sets import set_column
 from lrlhf.run.checkpoints.set_aside import set_aside
 from lrlhf.run.step_numbers import LoadedStep, model_step
 
-_FILE = re.compile(r"eval_scores_(\d+)\.jsonl")
+_FILE = re.compile(r"eval_scores_(\d+)(\.\d+)?\.jsonl")
 
 
 class EvalJSONL(KeepsArguments, LoadedStep):
@@ -39,9 +39,9 @@ class EvalJSONL(KeepsArguments, LoadedStep):
     evaluation too: that of the model before training. A shorter one is no evaluation and writes
     nothing.
 
-    A training that starts from the beginning gives the evaluations of an earlier one in its folder
-    a number of their own, ``eval_scores_{step}.1.jsonl``; one that goes on removes those of steps
-    after its checkpoint, which it is about to take again.
+    A training gives the evaluations of an earlier one in its folder a number of their own,
+    ``eval_scores_{step}.1.jsonl``: all if it starts from the beginning, and those of steps after
+    its checkpoint if it goes on.
 
     Args:
         dirpath: Folder of the files; None: the run folder.
@@ -119,16 +119,15 @@ class EvalJSONL(KeepsArguments, LoadedStep):
         if self._cleared or not trainer.is_global_zero:
             return
         self._cleared = True
-        done, old = trainer.global_step, {}
-        for path in output_folder(trainer, self.dirpath).glob("eval_scores_*.jsonl"):
-            if named := _FILE.fullmatch(path.name):
-                old[int(named[1])] = path
-        paths = [old[step] for step in sorted(old)]
-        if not done:
-            set_aside("EvalJSONL", paths, paths)
-        for step, path in old.items() if done else ():
-            if step > done:
-                path.unlink()
+        folder, done = output_folder(trainer, self.dirpath), trainer.global_step
+        found = map(_FILE.fullmatch, (path.name for path in folder.glob("eval_scores_*.jsonl")))
+        steps = sorted({int(named[1]) for named in found if named})
+        # one number for all, also of those that lie aside already
+        names = {step: folder / f"eval_scores_{step}.jsonl" for step in steps}
+        later = [path for step, path in names.items() if step > done or not done]
+        old = [path for path in later if path.exists()]
+        set_aside("EvalJSONL", [*names.values()], old)
+        self.paths = [path for path in self.paths if path not in old]
 
     def _write(self, trainer: L.Trainer, name: str) -> None:
         self._lines.gather(trainer)

@@ -49,10 +49,11 @@ def test_a_training_does_not_mix_its_evaluations_with_those_of_an_earlier_one(
     assert files() == sorted([*aside, "eval_scores_0.jsonl", "eval_scores_2.jsonl"])
     (said,) = [one for one in caplog.messages if "EvalJSONL" in one]
     assert "earlier run has written eval_scores_2.jsonl and 2 more; they are now" in said
-    # on from a checkpoint: what came after it is taken again
+    # on from a checkpoint: what came after it is none of this training's
     (tmp_path / "eval_scores_8.jsonl").write_text("")
     went_on = trainer(tmp_path, EvalJSONL(), max_epochs=2, max_steps=9, limit_val_batches=0)
     went_on.fit(ToyPolicy(), batches(8), ckpt_path=str(tmp_path / "six.ckpt"))
+    aside.append("eval_scores_8.2.jsonl")  # of the second run to be put aside
     assert files() == sorted([*aside, "eval_scores_0.jsonl", "eval_scores_2.jsonl"])
     # an evaluation by itself leaves all of them where they are
     trainer(tmp_path, EvalJSONL()).validate(ToyPolicy(), batches(2), verbose=False)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 CLOCK = ("timings.csv", "*.png")
 """Files that hold times: how long a phase took is not the same in any two runs."""
-ASIDE = re.compile(r"(rollouts|metrics|timings)\.\d+\.(jsonl|csv)")
-"""What a run that had to start from the beginning again has put aside."""
+ASIDE = re.compile(r"(rollouts|metrics|timings|eval_scores_\d+)\.\d+\.(jsonl|csv)")
+"""What a run has put aside that was started again."""
 _OTHERWISE = re.compile(
     # Lightning does not count an epoch as begun where the checkpoint was saved after the last batch
     # of the one before; where a run goes on is told by ``processed`` and ``completed``
