@@ -146,7 +146,7 @@ def test_all_that_a_failed_engine_was_making_is_generated_again(stale, run, capl
 
 def test_a_resumed_run_generates_again_what_was_not_finished(stale, run, tmp_path) -> None:
     checkpoint = tmp_path / "middle.ckpt"
-    whole = run(stale(3, FlightEngine(patience=0.5)), SaveAfter(3, checkpoint))
+    whole = run(stale(3, FlightEngine(patience=3.0)), SaveAfter(3, checkpoint))
     state = torch.load(checkpoint, weights_only=False)["lrlhf"]["sampler"]["queue"]
     assert len(state["pending"]) < 3, "nothing was in the making"
     engine = FlightEngine(delay=0.01, seed=7)

@@ -180,9 +180,9 @@ def test_a_fault_of_one_request_is_mended_by_the_next(server: Server) -> None:
 def test_a_reply_that_does_not_end_in_time_is_given_up(server: Server) -> None:
     server.script = [hangs, drips]
     started = time.monotonic()
-    result = ask(remote(server, timeout=0.3), 3)
+    result = ask(remote(server, timeout=2.0), 3)
     assert result.scores.tolist() == EXPECTED[:3]
-    assert 0.6 <= time.monotonic() - started < 10
+    assert 4.0 <= time.monotonic() - started < 18
     assert result.metrics["remote/retries"] == 2.0
 
 
@@ -283,7 +283,7 @@ def test_a_gigabyte_is_not_read(server: Server) -> None:
     started = time.monotonic()
     result = ask(remote(server, retries=0), 3)
     assert f"the reply is longer than {remote_http._MAX_BYTES} bytes" in result.failures[0]
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 15
 
 
 # ---------------------------------------------------------------------- the breaker

@@ -128,13 +128,15 @@ def test_a_push_waits_only_where_no_server_is_left(fakes: list[Fake]) -> None:
 
 
 def test_of_those_that_broke_a_push_off_the_ones_that_do_not_answer_are_dropped(
-    fakes: list[Fake],
+    fakes: list[Fake], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fleet = started(fakes)
     assert fleet.drop_broken([0, 1]) == []
     fakes[1].may_start.clear()
     threading.Timer(0.1, setattr, [fakes[1], "runs", False]).start()  # as it is noticed
-    assert fleet.drop_broken([0, 1]) == [1]
+    with monkeypatch.context() as patched:
+        patched.setattr("lrlhf.rollout.vllm.fleet._NOTICE_SECONDS", 10.0)
+        assert fleet.drop_broken([0, 1]) == [1]
     # the last one may have nothing worse than other weights, which a push mends
     fleet.fail(at(0), "has other weights")
     assert urls(fleet) == {0: "http://0:1"}

@@ -245,11 +245,11 @@ def test_what_a_replica_leaves_unfinished_goes_to_the_others(
 
     servers = Servers(monkeypatch, bad=bad, good=partial(slowly, seconds=0.1))
     started = time.monotonic()
-    responses = servers.respond(PROMPTS, stall=0.5, concurrency=2)
+    responses = servers.respond(PROMPTS, stall=3.0, concurrency=2)
     assert ids(responses) == ANSWERS
-    assert time.monotonic() - started < 10.0
+    assert time.monotonic() - started < 30.0
     assert list(servers.failed) == [0]
-    left = {"gone": "did not answer", "hangs": "finished no response in 0.5 s"}
+    left = {"gone": "did not answer", "hangs": "finished no response in 3 s"}
     assert left.get(fault, "broke a response off") in servers.failed[0]
     # what was finished is not asked for again
     again = {"hangs": {1, 2, 3, 4, 5}}.get(fault, set(range(6)))

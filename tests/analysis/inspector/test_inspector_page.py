@@ -302,7 +302,7 @@ def test_a_long_difference_is_found_quickly_and_puts_both_texts_together_again(
             ".filter((node) => node.nodeName !== skipped).map((node) => node.textContent).join(''))"
         )
         assert sides == [first, text]
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 30
     page.context.close()
 
 

@@ -256,7 +256,7 @@ def test_an_agent_that_hangs_is_given_up(asks: int) -> None:
         with pytest.raises(EnvironmentFailure, match=r"hangs\(\) neither asked nor ended within 0"):
             await played(session, lambda _: "ho")
         await session.close()
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 15
 
     with serving() as endpoint:
         asyncio.run(whole())
