@@ -14,6 +14,8 @@ from PIL import Image
 ROOT = Path(__file__).parents[2]
 STEPS = 11
 """Iterations of a policy; a checkpoint after every second, a validation after every fourth."""
+_SUPERVISED = ("reward_model", "dpo", "sft", "process_reward")
+"""Cases that learn from rows alone, and their nine steps."""
 
 Config = dict[str, Any]
 
@@ -38,7 +40,7 @@ class Case:
     @property
     def draws(self) -> bool:
         """Whether responses are drawn, as a policy's are."""
-        return self.name != "reward_model"
+        return self.name not in _SUPERVISED
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,15 @@ def _write_data(folder: Path) -> None:
     ]
     _write_lines(folder / "pairs.jsonl", pairs[:20])
     _write_lines(folder / "val_pairs.jsonl", pairs[20:])
+    answers = [{"prompt": one["prompt"], "completion": one["chosen"]} for one in pairs]
+    _write_lines(folder / "answers.jsonl", answers[:20])
+    _write_lines(folder / "val_answers.jsonl", answers[20:])
+    steps = [
+        {"prompt": f"say {word}", "completions": [word, word[::-1]], "labels": [True, False]}
+        for word in words
+    ]
+    _write_lines(folder / "steps.jsonl", steps[:20])
+    _write_lines(folder / "val_steps.jsonl", steps[20:])
     colours = np.random.default_rng(0).integers(0, 256, (25, 32, 32, 3), dtype=np.uint8)
     rows = []
     for number, pixels in enumerate(colours):
@@ -164,13 +175,15 @@ def _policy(kind: str, model: Config, data: Config, *callbacks: Config, ema: boo
     }
 
 
-def _reward_model(model: Config, data: Config) -> Config:
-    trainer = _trainer(steps=9) | {"accumulate_grad_batches": 2, "log_every_n_steps": 2}
+def _supervised(kind: str, model: Config, data_kind: str, data: Config) -> Config:
+    # of pairs alone: their optimization is Lightning's automatic one
+    pairs = {"accumulate_grad_batches": 2, "log_every_n_steps": 2}
+    trainer = _trainer(steps=9) | (pairs if data_kind == "PreferenceDataModule" else {})
     optimizer = {"lr": 3e-3, "schedule": "linear"}
     return {
         "seed_everything": 5,
-        "model": named("lrlhf.modules.RewardModel", model=model, optimizer=optimizer),
-        "data": named("lrlhf.datamodules.PreferenceDataModule", batch_size=3, **data),
+        "model": named(f"lrlhf.modules.{kind}", **model, optimizer=optimizer),
+        "data": named(f"lrlhf.datamodules.{data_kind}", batch_size=3, **data),
         "trainer": trainer,
     }
 
@@ -214,6 +227,9 @@ def _configs(folder: Path) -> dict[str, Config]:
     mixed = {"pretraining": at("texts.jsonl"), "pretraining_batch_size": 2, "num_workers": 2}
     images = {"train": at("images.jsonl"), "val": at("val_images.jsonl")}
     pairs = {"train": at("pairs.jsonl"), "val": at("val_pairs.jsonl"), "num_workers": 2}
+    answers = {"train": at("answers.jsonl"), "val": at("val_answers.jsonl")}
+    steps = {"train": at("steps.jsonl"), "val": at("val_steps.jsonl")}
+    adapted = _lora(at("text"))
     # prompts that begin alike and fill some blocks of an engine's caches
     template = "This is a task of one line only, and you are to do it: {{ prompt }}"
     policy, vlm = {"policy": at("text")}, {"policy": at("vlm")}
@@ -236,7 +252,14 @@ def _configs(folder: Path) -> dict[str, Config]:
         "ppo_media": _policy("PPO", lora_vlm, images),
         "rloo_turns": _policy("RLOO", policy | _TURNS | {"algorithm": "rloo_turn"}, text, _KL),
         "ppo_turns": _policy("PPO", policy | own | _TURNS, text | {"num_workers": 2}, _KL),
-        "reward_model": _reward_model(_lora(at("text")), pairs),
+        "reward_model": _supervised(
+            "RewardModel", {"model": adapted}, "PreferenceDataModule", pairs
+        ),
+        "dpo": _supervised("DPO", {"policy": adapted}, "PreferenceDataModule", pairs),
+        "sft": _supervised("SFT", policy, "SupervisedDataModule", answers),
+        "process_reward": _supervised(
+            "ProcessRewardModel", {"model": adapted}, "StepwiseDataModule", steps
+        ),
         # no averaged weights: what validation leaves in the engine's caches is there afterwards
         "rloo_vllm": _policy(
             "RLOO",
@@ -255,6 +278,4 @@ def _configs(folder: Path) -> dict[str, Config]:
     }
 
 
-CASES = {
-    name: Case(name, steps=9 if name == "reward_model" else STEPS) for name in _configs(Path())
-}
+CASES = {name: Case(name, steps=9 if name in _SUPERVISED else STEPS) for name in _configs(Path())}

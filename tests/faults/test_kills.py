@@ -32,6 +32,9 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Harness:
         ("rloo_turns", ["turn2@3", "turn1@6"]),
         ("ppo_turns", ["turn3@5"]),
         ("reward_model", ["trained@5", "ending@9"]),
+        ("sft", ["optimizer@5"]),
+        pytest.param("dpo", ["torn:.*.ckpt.tmp@2"], marks=pytest.mark.exhaustive),
+        pytest.param("process_reward", ["trained@5"], marks=pytest.mark.exhaustive),
         pytest.param(
             "rloo_vllm",
             ["generate@7"],
