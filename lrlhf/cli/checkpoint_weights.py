@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from lrlhf.callbacks import EMA
+from lrlhf.models import stop_at
 from lrlhf.models.sharding import check_same_names, load_state
+from lrlhf.modules.policy.load_policy import END_TOKEN_IDS
 from lrlhf.run.checkpoints.checkpoint_reader import read_checkpoint
 from lrlhf.run.checkpoints.checkpoint_search import check
 
@@ -23,6 +26,8 @@ def fill(
     prefix: str = "",
 ) -> int | None:
     """Give a module the weights of a checkpoint of any strategy, and return its step if it has one.
+
+    What the run learnt to end its responses with goes into the model's generation config.
 
     Args:
         module: Its weights have the names of the checkpoint.
@@ -42,6 +47,9 @@ def fill(
     names = [name for name in weights if name.startswith(prefix)]
     check_same_names("the checkpoint", names, module.state_dict(keep_vars=True))
     load_state(module, weights, strict=False)
+    for part in module.modules():
+        if isinstance(part, PreTrainedModel) and part.can_generate():
+            stop_at(part, stored.get(END_TOKEN_IDS))
     step: int | None = stored.get("global_step")
     if averaged is None:
         return step

@@ -28,6 +28,7 @@ from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.chat import ChatFormat
 from lrlhf.environments import detect_format, tool_call_format
 from lrlhf.environments.session import Asked, TurnTokens
+from lrlhf.rewards.learned_rows import encoded
 from lrlhf.rollout import Response, Sampling, TransformersEngine
 from lrlhf.rollout.responses import responses_of, untold_prompts
 from lrlhf.rollout.texts import turn_text
@@ -152,7 +153,7 @@ class PolicyService:
 
     def _prompt(self, asked: Asked) -> list[int]:
         text = self._chat.render(asked.messages, {"tools": list(asked.tools)}, prompt=True)
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = encoded(self._tokenizer, text, specials=False)
         if not ids:
             raise ValueError("messages: the chat template makes nothing of them")
         return ids

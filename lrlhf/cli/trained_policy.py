@@ -238,6 +238,8 @@ def _run_of(checkpoint: Path) -> _Run:
     spec = CausalLM(source=built.policy) if isinstance(built.policy, str) else built.policy
     data = (config.get("data") or {}).get("init_args") or {}
     prompts = {key: data[key] for key in _PROMPT_OPTIONS if data.get(key)}
+    if data.get("split_special_tokens") is False:
+        prompts["split_special_tokens"] = False
     return _Run(spec, built.sampling or Sampling(), prompts)
 
 

@@ -164,8 +164,9 @@ class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
                 rows = kind.read_rows(components, bad_rows).rows
             if complete:
                 bad_rows.refuse(self._max_bad_fraction)
+            values = [row.value for row in rows]
             found.append(
-                FirstRows(what, [row.value for row in rows], bad_rows.total, complete=complete)
+                FirstRows(what, values, bad_rows.total, complete=complete, notes=bad_rows.notes)
             )
         return found
 

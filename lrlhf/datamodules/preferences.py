@@ -23,6 +23,7 @@ from lrlhf.datamodules.rows.media_rows import MediaReader
 from lrlhf.datamodules.rows.preference_labels import LabelReader, MarginReader
 from lrlhf.datamodules.rows.preference_rows import PairDraft, PreferenceParser, tokenize_pairs
 from lrlhf.datamodules.rows.prompt_rows import PromptTemplate
+from lrlhf.datamodules.rows.tokenizing import Endings
 from lrlhf.datamodules.text import TextDataModule, of_module
 from lrlhf.types import PreferenceBatch
 
@@ -153,11 +154,15 @@ class PreferenceDataModule(TextDataModule[PairRow, PreferenceBatch]):
             raise ValueError(f"head_names={list(heads)!r}: give at least one name, each only once")
         parser = _parser_of(**{**self._row_options, **changed})(heads, chat, media)
         answers_only = bool(of_module(trainer, "answers_only"))
+        stops = of_module(trainer, "end_token_ids") or ()
+        endings = Endings(tokenizer, stops) if answers_only else None
         return RowKind(
             parse=replace(parser, answers_only=answers_only),
-            finish=lambda drafts: media.check(tokenize_pairs(tokenizer, drafts)),
+            finish=lambda drafts: media.check(tokenize_pairs(tokenizer, drafts, endings)),
             collate=partial(collate_pairs, pad_token_id=int(tokenizer.pad_token_id)),
             keys=lambda row: row.keys,
+            texts=lambda draft: (text.text for text in draft.pair.candidates),
+            notes=endings.notes if endings is not None else lambda _: (),
             placed=with_place,
             check=partial(_check, heads),
             read=media,

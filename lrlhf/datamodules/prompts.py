@@ -138,6 +138,7 @@ class PromptDataModule(TextDataModule[PromptRow, PromptBatch]):
             finish=lambda drafts: media.check(tokenize_drafts(tokenizer, drafts)),
             collate=partial(collate_prompts, pad_token_id=int(tokenizer.pad_token_id)),
             keys=lambda row: (_key(row),),
+            texts=lambda draft: (draft.text.text,),
             placed=with_place,
             check=_without_duplicates if self._deduplicate else lambda split, _: split,
             read=media,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -14,6 +14,7 @@ from lrlhf.datamodules.loading.loader import Companion
 from lrlhf.datamodules.loading.sources import Component, Entries, Row, components_of
 from lrlhf.datamodules.loading.splits import Located, Split
 from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, BadRows
+from lrlhf.models import is_split
 
 DraftT = TypeVar("DraftT")
 RowT = TypeVar("RowT")
@@ -33,6 +34,9 @@ class RowKind(Generic[DraftT, RowT, BatchT]):
         keys: What a row must not share with a row of the other split, such as its prompt.
         check: Refuses rows that are good one by one and make no sense together, or leaves some
             out; gets the split and what messages call it.
+        texts: What of a parsed row is tokenised; counted are those in which special tokens are
+            split.
+        notes: What is to be said of the usable rows, a line each.
         placed: Tells a row where it stands in the data, such as ``train.jsonl:17``.
         read: Reads what a row only names, such as images, when it comes into a batch, or raises
             `BadRow`.
@@ -49,6 +53,8 @@ class RowKind(Generic[DraftT, RowT, BatchT]):
     finish: Callable[[Sequence[DraftT]], Sequence[RowT | BadRow]] | None = None
     keys: Callable[[RowT], Iterable[str]] = lambda _: ()
     check: Callable[[Split[RowT], str], Split[RowT]] = lambda split, _: split
+    texts: Callable[[DraftT], Iterable[str]] = lambda _: ()
+    notes: Callable[[Sequence[RowT]], Iterable[str]] = lambda _: ()
     placed: Callable[[RowT, str], RowT] = lambda row, _: row
     read: Callable[[RowT], RowT] | None = None
     cost: Callable[[RowT], int | None] | None = None
@@ -89,6 +95,7 @@ class RowKind(Generic[DraftT, RowT, BatchT]):
         """
         drafts: list[Located[DraftT]] = []
         columns: dict[str, None] = {}
+        split = 0
         for index, component in enumerate(components):
             # where there are several sources, the column keeps results apart
             added = {"source": component.name} if len(components) > 1 else {}
@@ -105,6 +112,7 @@ class RowKind(Generic[DraftT, RowT, BatchT]):
                         bad_rows.add(place, problem)
                     else:
                         drafts.append(Located(index, place, draft))
+                        split += any(map(is_split, self.texts(draft)))
         values: Sequence[Any] = [draft.value for draft in drafts]
         rows: list[Located[RowT]] = []
         finished = values if self.finish is None else self.finish(values)
@@ -118,4 +126,15 @@ class RowKind(Generic[DraftT, RowT, BatchT]):
         if bad_rows.total == 0:
             names = ", ".join(component.name for component in components)
             raise BadDataError(f"the {bad_rows.what} data is empty: no rows in {names}")
+        bad_rows.notes = [*_split_note(split), *self.notes([row.value for row in rows])]
         return Split(components, rows, tuple(columns))
+
+
+def _split_note(count: int) -> Iterator[str]:
+    """Say in how many rows special tokens are split, and what to do where they are meant."""
+    if count:
+        yield (
+            f"{'1 row has' if count == 1 else f'{count} rows have'} special tokens in what turns "
+            "say, which are read as text; where the data means the tokens, set "
+            "split_special_tokens: false"
+        )

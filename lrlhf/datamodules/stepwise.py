@@ -95,6 +95,7 @@ class StepwiseDataModule(TextDataModule[StepRow, StepBatch]):
             finish=lambda drafts: media.check(tokenize_steps(tokenizer, drafts, separator)),
             collate=partial(collate_steps, pad_token_id=int(tokenizer.pad_token_id)),
             keys=lambda row: (row.key,),
+            texts=lambda draft: (draft.prompt.text, *draft.steps),
             placed=lambda row, place: replace(row, place=place),
             cost=lambda row: len(row.input_ids),
             tokenizer=tokenizer,

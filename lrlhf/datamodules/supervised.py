@@ -19,7 +19,8 @@ from lrlhf.datamodules.rows.supervised_rows import (
     collate_supervised,
     tokenize_supervised,
 )
-from lrlhf.datamodules.text import TextDataModule
+from lrlhf.datamodules.rows.tokenizing import Endings
+from lrlhf.datamodules.text import TextDataModule, of_module
 from lrlhf.types import SupervisedBatch
 
 
@@ -95,11 +96,14 @@ class SupervisedDataModule(TextDataModule[SupervisedRow, SupervisedBatch]):
     ) -> RowKind[SupervisedDraft, SupervisedRow, SupervisedBatch]:
         tokenizer, chat, media = self.reader(trainer)
         media = media.limited(self._max_tokens, "max_tokens", ", or cut the texts into passages")
+        endings = Endings(tokenizer, of_module(trainer, "end_token_ids") or ())
         return RowKind(
             parse=SupervisedParser(chat, media, **{**self._row_options, **changed}),
-            finish=lambda drafts: media.check(tokenize_supervised(tokenizer, drafts)),
+            finish=lambda drafts: media.check(tokenize_supervised(tokenizer, drafts, endings)),
             collate=partial(collate_supervised, pad_token_id=int(tokenizer.pad_token_id)),
             keys=lambda row: (row.key,),
+            texts=lambda draft: (draft.text.text,),
+            notes=endings.notes,
             placed=lambda row, place: replace(row, place=place),
             read=media,
             cost=lambda row: None if row.unread else len(row.input_ids),

@@ -41,11 +41,14 @@ class TextDataModule(RowDataModule[RowT, BatchT]):
         chat_template: File or text of a template to use instead of the tokenizer's.
         chat_template_kwargs: Passed to the template, such as ``{enable_thinking: false}``.
         tools: Tool descriptions for rows that have none of their own.
+        split_special_tokens: What turns of chats say is text: a special token in it, such as
+            ``<|im_end|>``, is read as the letters that it is written with. False: as the token, for
+            data sets that mean them. Plain texts, which may be rendered already, keep theirs.
         media: How images and videos are read.
         **loading: See `RowDataModule`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  the keys of a user's config
         self,
         kind: Callable[..., RowKind[Any, RowT, BatchT]],
         train: Data,
@@ -55,13 +58,25 @@ class TextDataModule(RowDataModule[RowT, BatchT]):
         chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         tools: list[dict[str, Any]] | None = None,
+        split_special_tokens: bool = True,
         media: MediaOptions = MediaOptions(),  # noqa: B008  frozen
         **loading: Any,
     ) -> None:
         super().__init__(kind, train, val, **loading)
         self._tokenizer = tokenizer
-        self._template = (chat_template, dict(chat_template_kwargs or {}), tools)
+        self._template = (
+            chat_template,
+            dict(chat_template_kwargs or {}),
+            tools,
+            split_special_tokens,
+        )
         self._media = media
+
+    @property
+    def learnt_ends(self) -> frozenset[int]:
+        """Token ids that end what is learnt of the train rows, once they are loaded."""
+        rows: Any = () if self._splits is None else self._splits[0].values
+        return frozenset(end for row in rows for text in row.texts for end in text.ends)
 
     def reader(self, trainer: L.Trainer | None) -> Reader:
         """Return what reads rows, taken from the trainer's module as far as it was not given.

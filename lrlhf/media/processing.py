@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from lrlhf.media.decode import (
     read_video,
 )
 from lrlhf.media.refs import MediaRefs
-from lrlhf.models import placeholder_ids
+from lrlhf.models import placeholder_ids, reader_of
 from lrlhf.types import Media
 
 _TEXT_KEYS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
@@ -174,7 +175,7 @@ class MediaProcessor:
                 for audio in audios
             ]
         try:
-            output = self.processor(
+            output = self._reader_of(text)(
                 text=[text],
                 return_tensors="pt",
                 text_kwargs={"add_special_tokens": not complete},
@@ -213,6 +214,16 @@ class MediaProcessor:
             names=names,
         )
         return Encoded(ids.tolist(), media)
+
+    def _reader_of(self, text: str) -> ProcessorMixin:
+        """Return the processor, with a tokenizer that splits what is split in the text."""
+        whole: Any = self.processor
+        tokenizer = reader_of(whole.tokenizer, text)
+        if tokenizer is whole.tokenizer:
+            return self.processor
+        splitting = copy.copy(whole)
+        splitting.tokenizer = tokenizer
+        return cast(ProcessorMixin, splitting)
 
     def specimen(self, tokenizer: PreTrainedTokenizerBase, *, size: int) -> Encoded:
         """Encode a text with a square image of random pixels, the same every time.

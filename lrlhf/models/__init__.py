@@ -16,7 +16,24 @@ from lrlhf.models.loading.export import (
 )
 from lrlhf.models.loading.model_sources import SourceError, cache_dir, load_config, resolve_source
 from lrlhf.models.loading.pretrained import CausalLM, PretrainedSpec
-from lrlhf.models.loading.tokenization import eos_token_ids, load_processor, load_tokenizer
+from lrlhf.models.loading.special_tokens import (
+    TEMPLATE_ERRORS,
+    is_split,
+    reader_of,
+    readers_of,
+    special_tokens,
+    split_messages,
+    split_text,
+    unsplit,
+    unsplit_places,
+)
+from lrlhf.models.loading.tokenization import (
+    declared_ends,
+    eos_token_ids,
+    load_processor,
+    load_tokenizer,
+    stop_at,
+)
 from lrlhf.models.media_inputs import (
     backbone_inputs,
     check_media,
@@ -52,6 +69,7 @@ from lrlhf.models.value_network import ValueModel, ValueNetwork, new_value_head
 
 __all__ = [
     "STEP_SEPARATOR",
+    "TEMPLATE_ERRORS",
     "CausalLM",
     "CheckpointNames",
     "HeadConfig",
@@ -79,12 +97,14 @@ __all__ = [
     "check_output_head",
     "compile_layers",
     "context_length",
+    "declared_ends",
     "eos_token_ids",
     "evaluating",
     "forget_offsets",
     "frozen_reference",
     "hidden_states",
     "is_compiled",
+    "is_split",
     "is_tied",
     "joined_steps",
     "load_config",
@@ -100,6 +120,8 @@ __all__ = [
     "placeholder_ids",
     "plain_model",
     "prepare_step_model",
+    "reader_of",
+    "readers_of",
     "repeat_offsets",
     "resolve_source",
     "ruled_out_ids",
@@ -109,6 +131,12 @@ __all__ = [
     "sequence_outputs",
     "sequence_values",
     "skeleton_of",
+    "special_tokens",
+    "split_messages",
+    "split_text",
     "step_logits",
+    "stop_at",
     "unmergeable",
+    "unsplit",
+    "unsplit_places",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -153,6 +153,14 @@ class DPO(PairModule):
     def trainable_models(self) -> dict[str, nn.Module]:
         return {"policy": self.policy}
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        self._loaded.save_ends(checkpoint)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        self._loaded.load_ends(checkpoint)
+
     def export_pretrained(self, folder: Path | None) -> None:
         """Write the policy, adapters merged, and its tokenizer, as ``transformers`` loads them."""
         self._loaded.save(folder)
@@ -163,7 +171,13 @@ class DPO(PairModule):
 
     # ---- where the reference is
 
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        """Token ids at which the policy's generation stops."""
+        return self._loaded.end_token_ids
+
     def on_fit_start(self) -> None:
+        self._loaded.learn_ends(self.trainer)
         refuse_idle_encoder(self.trainer, plain_model(self.policy), self.processor)
         self._place_reference()
         # a step that is taken again has no data: the reference is asked about its rows then

@@ -110,7 +110,13 @@ class SFT(RowModule[SequenceBatch]):
     def trainable_models(self) -> dict[str, nn.Module]:
         return {"policy": self.policy}
 
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        """Token ids at which the policy's generation stops."""
+        return self._loaded.end_token_ids
+
     def on_fit_start(self) -> None:
+        self._loaded.learn_ends(self.trainer)
         refuse_idle_encoder(self.trainer, plain_model(self.policy), self.processor)
         if self.require_packing and not packs(plain_model(self.policy)):
             raise ValueError(
@@ -118,6 +124,14 @@ class SFT(RowModule[SequenceBatch]):
                 "compute rows without padding (the log says why): take another model or "
                 "attn_implementation, or leave require_packing out"
             )
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        self._loaded.save_ends(checkpoint)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        self._loaded.load_ends(checkpoint)
 
     # ---- its rows
 

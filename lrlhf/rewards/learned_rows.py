@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from jinja2 import TemplateError
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from lrlhf.media import MediaRefs
+from lrlhf.models import TEMPLATE_ERRORS, reader_of, split_messages
 from lrlhf.rewards.function import Completion, RewardError, completion_text, content_text
 from lrlhf.types import Media, Message, Prompt, SequenceBatch
 
@@ -79,7 +79,8 @@ def as_text(turn: Message) -> Message:
 
 def encoded(tokenizer: PreTrainedTokenizerBase, text: str, *, specials: bool) -> list[int]:
     """Tokenize a text; a token that begins texts is not said twice."""
-    ids: list[int] = tokenizer(text, add_special_tokens=specials, verbose=False)["input_ids"]
+    reader = reader_of(tokenizer, text)
+    ids: list[int] = reader(text, add_special_tokens=specials, verbose=False)["input_ids"]
     bos = tokenizer.bos_token_id
     doubled = bos is not None and ids[:2] == [bos, bos]
     return ids[1:] if doubled else ids
@@ -133,7 +134,7 @@ def rendered(
     source: str,
     open_turn: bool = False,
 ) -> str:
-    """Render a chat as the reward model reads it.
+    """Render a chat as the reward model reads it; special tokens in what turns say are split.
 
     Args:
         tokenizer: The reward model's.
@@ -149,13 +150,12 @@ def rendered(
         raise RewardError(f"the prompts are chats, and {no_template(tokenizer, source, open_turn)}")
     try:
         text = tokenizer.apply_chat_template(
-            [dict(message) for message in turns],
+            split_messages(tokenizer, turns, template),
             chat_template=template,
             tokenize=False,
             add_generation_prompt=open_turn,
         )
-    # templates are programs: a message that they were not written for fails in many ways
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+    except TEMPLATE_ERRORS as error:
         raise RewardError(
             f"the chat template of {source!r} refuses the messages: {error}; give chat_template"
         ) from error

@@ -20,6 +20,7 @@ from lrlhf.models import (
     load_tokenizer,
     packs,
     plain_model,
+    split_text,
     step_logits,
 )
 from lrlhf.models.loading.pretrained import DType
@@ -226,6 +227,8 @@ class ProcessReward(OwnModelReward[_Loaded]):
         separator = encoded(loaded.tokenizer, loaded.separator, specials=False)
         joined = []
         for prompt, steps in while_wanted(zip(prompts, answers, strict=True)):
+            if not isinstance(prompt, str):  # as StepwiseDataModule does
+                steps = split_text(loaded.tokenizer, list(steps))
             own = [encoded(loaded.tokenizer, step, specials=False) for step in steps]
             joined.append(joined_steps(self._prompt_ids(loaded, prompt), own, separator))
         rows = sharing([Row(one.input_ids) for one in joined], prompts)

@@ -689,3 +689,17 @@ def test_a_strategy_of_this_library_is_made_before_the_models(
     assert run(["fit", config, f"--model.policy={model_folder}", *flags]) == 0
     assert [type(one) for one in made] == [kind or type(None)]
     assert unread == [kind is not None and "start_method" not in str(flags)]
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_check_counts_rows_whose_turns_hold_special_tokens(
+    model_folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = ["hi", "a<|im_end|>", "<|im_start|>", "ho"]
+    rows = [{"prompt": [{"role": "user", "content": text}]} for text in texts]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    _write(model_folder, {"train": "rows.jsonl", "batch_size": 2})
+    assert run(["check", "--config", "run.yaml"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "special" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("data     train: 2 rows have special tokens in what turns say")

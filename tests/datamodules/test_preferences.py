@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lrlhf.datamodules import BadDataError, PreferenceDataModule, Weighted
+from lrlhf.datamodules import BadDataError, PreferenceDataModule, Weighted, preferences
 from lrlhf.datamodules.rows.collate import Candidate, PairRow, collate_pairs
 from lrlhf.types import PreferenceBatch, SequenceBatch
 from tests.datamodules.conftest import TOKENIZER, Rows
@@ -317,3 +317,24 @@ def test_batches_are_padded_at_the_right_each_candidate_by_itself() -> None:
     assert batch.margin is not None
     assert batch.margin.tolist() == [0.5, 1.5]
     assert batch.info == ({"n": 1}, {"n": 0})
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_answers_of_a_policy_learn_no_header_and_an_end(
+    learns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        preferences, "of_module", lambda _, name: learns if name == "answers_only" else None
+    )
+    pair = {"prompt": [USER, YES], "chosen": [YES, NO, USER, YES], "rejected": [NO]}
+    header = "<|im_start|>assistant\n"
+    end, asked = "<|im_end|>\n", f"<|im_start|>user\nhi<|im_end|>\n{header}"
+    (_, chosen), (before, rejected) = both(pair)
+    assert chosen == f"yes{end}{'' if learns else header}no{end}{asked}yes{end}"
+    assert before == f"{CHAT}yes{end}{header}"
+    assert rejected == f"no{end}"
+    endless = "{% for m in messages %}# {{ m.role }}\n{{ m.content }}\n\n{% endfor %}"
+    opened = f"{endless}{{% if add_generation_prompt %}}# assistant\n{{% endif %}}"
+    pair = {"prompt": [USER], "chosen": [YES], "rejected": [NO]}
+    (_, chosen), (_, rejected) = both(pair, chat_template=opened)
+    assert (chosen, rejected) == ("yes\n\n" + END * learns, "no\n\n" + END * learns)

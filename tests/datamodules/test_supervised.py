@@ -8,12 +8,12 @@ import pytest
 import torch
 from PIL import Image
 
-from lrlhf.datamodules import BadDataError, SupervisedDataModule
+from lrlhf.datamodules import BadDataError, SupervisedDataModule, supervised
 from lrlhf.datamodules.rows.bad_rows import BadRow
-from lrlhf.datamodules.rows.supervised_rows import moved_mask
+from lrlhf.datamodules.rows.collate import moved_mask
 from lrlhf.datamodules.rows.tokenizing import tokenize_spans
 from lrlhf.types import SupervisedBatch
-from tests.conftest import CHAT_TEMPLATE
+from tests.conftest import CHAT_TEMPLATE, byte_tokenizer
 from tests.datamodules.conftest import TOKENIZER, Rows, vlm
 
 MARKED = (
@@ -74,6 +74,108 @@ def refused(*rows: Any, **options: Any) -> str:
 
 
 # ---- what is learnt
+
+MARKS = ["<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+ENDS_TURNS = byte_tokenizer(MARKS, "<|im_end|>")
+NEXT_MARK = byte_tokenizer(["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"], "<|end|>")
+CLOSES_EARLY = MARKED.replace(
+    "{{ message['content'] }}<|im_end|>{% endgeneration %}",
+    "{{ message['content'] }}{% endgeneration %} <|im_end|>",
+)
+BY_NEXT_MARK = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+NO_END = (
+    "{% for m in messages %}# {{ m.role }}\n{{ m.content }}\n\n{% endfor %}"
+    "{% if add_generation_prompt %}# assistant\n{% endif %}"
+)
+NO_END_MARKED = NO_END.replace(
+    "{{ m.content }}",
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}",
+)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "template", "stops", "learnt"),
+    [
+        (ENDS_TURNS, CHAT_TEMPLATE, None, "a<|im_end|>\nb<|im_end|>\n"),
+        (ENDS_TURNS, CLOSES_EARLY, None, "a <|im_end|>b <|im_end|>"),
+        (TOKENIZER, NO_END, None, "a\n\nb\n\n<|endoftext|>"),
+        # (a line break behind a block is the block's)
+        (TOKENIZER, NO_END_MARKED, None, "ab\n<|endoftext|>"),
+        # the mark of the next turn is learnt where generation stops at it, and where it does not
+        # the assistant's words alone
+        (NEXT_MARK, BY_NEXT_MARK, [1, 2], "a<|user|>b<|end|>"),
+        (NEXT_MARK, BY_NEXT_MARK, None, "ab<|end|>"),
+        # generation is to stop at what ends turns
+        (TOKENIZER, CHAT_TEMPLATE, None, "a<|im_end|>\nb<|im_end|>\n"),
+    ],
+    ids=["whole", "closes early", "none", "none marked", "next mark", "no mark", "another"],
+)
+def test_where_generation_stops_is_learnt(
+    tokenizer: Any,
+    template: str,
+    stops: list[int] | None,
+    learnt: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = {"end_token_ids": stops}
+    monkeypatch.setattr(supervised, "of_module", lambda _, name: own.get(name))
+    turns = [turn("user", "1"), turn("assistant", "a"), turn("user", "2"), turn("assistant", "b")]
+    options = {"tokenizer": tokenizer, "chat_template": template}
+    assert read(batch_of({"messages": turns}, **options), tokenizer=tokenizer)[1] == learnt
+    row = {"prompt": turns[:3], "completion": turns[3:]}
+    assert read(batch_of(row, **options), tokenizer=tokenizer)[1] in (
+        learnt[learnt.index("b") :],
+        f"{learnt[learnt.index('b') :]}\n",
+    )
+
+
+def test_an_end_that_does_not_stop_generation_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    data = load(CHAT)
+    assert "answers end with '<|im_end|>', and generation stops at '<|endoftext|>'" in caplog.text
+    assert data.learnt_ends == {TOKENIZER.convert_tokens_to_ids("<|im_end|>")}
+    caplog.clear()
+    load(CHAT, tokenizer=ENDS_TURNS, chat_template=CHAT_TEMPLATE)
+    assert "generation" not in caplog.text
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_chats_that_never_end_are_refused(marked: bool) -> None:
+    tokenizer: Any = byte_tokenizer(["<|pad|>", "<|end|>"], "<|end|>")
+    template = NO_END_MARKED.replace("\n\n", " END\n") if marked else NO_END
+    if not marked:
+        tokenizer.eos_token = None
+    turns = [turn("user", "1"), turn("assistant", "a")]
+    message = refused({"messages": turns}, tokenizer=tokenizer, chat_template=template)
+    assert "no end of a turn" in message
+    assert ("'<|end|>'" if marked else "there is no such token") in message
+
+
+HEADED_BY_QUESTIONS = CHAT_TEMPLATE.replace(
+    "{% if add_generation_prompt %}",
+    "{% if add_generation_prompt and messages[-1].role == 'user' %}",
+)
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, HEADED_BY_QUESTIONS, MARKED])
+def test_two_answers_in_a_row_learn_no_header(template: str) -> None:
+    turns = [turn("user", "1"), turn("assistant", "a"), turn("assistant", "b")]
+    end = "<|im_end|>" if template == MARKED else "<|im_end|>\n"
+    chat, own = {"messages": turns}, {"chat_template": template}
+    assert read(batch_of(chat, **own))[1] == f"a{end}b{end}"
+    last = f"b{end}"
+    assert read(batch_of(chat, **own, loss_on="completion"))[1] == last
+    prefix = {"prompt": turns[:2], "completion": turns[2:]}
+    assert read(batch_of(prefix, **own))[1] == last
+    both = {"prompt": turns[:1], "completion": turns[1:]}
+    assert read(batch_of(both, **own))[1] == f"a{end}{last}"
+    mixed = {"prompt": turns[:1], "completion": [*turns[1:], turn("user", "2"), turns[2]]}
+    header = "<|im_start|>{}\n"
+    asked = f"{header.format('user')}2{end}{header.format('assistant')}"
+    assert read(batch_of(mixed, **own))[1] == f"a{end}{last}{asked}{last}"
 
 
 def test_plain_text_is_learnt_but_for_its_first_token() -> None:

@@ -13,12 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from lrlhf.callbacks import EvalJSONL
-from lrlhf.datamodules import SupervisedDataModule
+from lrlhf.cli.checkpoint_weights import fill
+from lrlhf.datamodules import PreferenceDataModule, SupervisedDataModule
 from lrlhf.models import CausalLM, LoRA, allow_packing, packs
-from lrlhf.modules import SFT, Guard, OptimizerConfig, replay_dump
+from lrlhf.modules import DPO, SFT, Guard, OptimizerConfig, replay_dump
 from lrlhf.modules.sft import _named
 from tests.conftest import build_language_model
 from tests.modules.language_runs import SGD, Row, fit, gradients, loader, texts, weights
@@ -237,6 +243,40 @@ def test_export_is_loaded_by_transformers(build: Build, tmp_path: Path) -> None:
     ids = torch.tensor([[5, 6, 7]])
     expected = module.policy.eval()(ids).logits
     torch.testing.assert_close(loaded.eval()(ids).logits, expected)
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_what_ends_the_learnt_answers_ends_those_of_the_exported_model(
+    kind: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    policy = build_language_model(tokenizer)
+    end, template_end = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    assert policy.generation_config.eos_token_id == end
+    asked, answers = ([{"role": "user", "content": "hi"}], ["ho", "no"])
+    said = [[{"role": "assistant", "content": text}] for text in answers]
+    module: Any
+    if kind == "sft":
+        module = SFT(policy, tokenizer=tokenizer, optimizer=SGD)
+        data: Any = SupervisedDataModule([{"prompt": asked, "completion": said[0]}], batch_size=1)
+    else:
+        module = DPO(policy, tokenizer=tokenizer, optimizer=SGD)
+        pair = {"prompt": asked, "chosen": said[0], "rejected": said[1]}
+        data = PreferenceDataModule([pair], batch_size=1)
+    run = trainer(tmp_path, max_steps=1)
+    run.fit(module, datamodule=data)
+    module.save_pretrained(tmp_path / "model")
+    declared = GenerationConfig.from_pretrained(tmp_path / "model").eos_token_id
+    assert declared == sorted([end, template_end])
+    # of the checkpoint the same, by the way of `lrlhf export` and that of Python
+    run.save_checkpoint(tmp_path / "run.ckpt")
+    again = type(module)(build_language_model(tokenizer), tokenizer=tokenizer, optimizer=SGD)
+    fill(again, tmp_path / "run.ckpt")
+    assert again.end_token_ids == {end, template_end}
+    third = build_language_model(tokenizer)
+    loaded = type(module).load_from_checkpoint(
+        tmp_path / "run.ckpt", policy=third, tokenizer=tokenizer
+    )
+    assert loaded.policy.generation_config.eos_token_id == declared
 
 
 def test_lora_trains_its_adapters_only(model_folder: str, build: Build, tmp_path: Path) -> None:

@@ -179,6 +179,12 @@ class _Contents(ChatFormat):
         self.seen.append(turns)
         return "".join(f"{said}\n\n" for _, said in turns)
 
+    def opened(self, messages: Sequence[Message], row: Row) -> str:
+        return self.render(messages, row, prompt=True)
+
+    def answer_spans(self, messages: Sequence[Message], row: Row, start: int) -> None:
+        del messages, row, start
+
     def render_spans(self, messages: Sequence[Message], row: Row) -> tuple[str, list[Span]]:
         return self.render(messages, row, prompt=False), []
 
@@ -254,6 +260,7 @@ def _audited_kind(kind: RowKind[Any, Any, Any], parser: Parser) -> RowKind[Any, 
         finish=finish,
         check=check,
         keys=lambda row: row.keys,
+        texts=lambda draft: kind.texts(draft.parsed),
         placed=lambda row, _: row,
     )
 

@@ -67,6 +67,7 @@ class PretrainingTexts:
         kind = RowKind[Unread, TextRow, SequenceBatch](
             parse=TextParser(chat, self.column, media),
             finish=lambda texts: media.check(_tokenize(tokenizer, texts)),
+            texts=lambda draft: (draft.text.text,),
             collate=partial(right_padded, pad_token_id=int(tokenizer.pad_token_id)),
         )
         texts = kind.load(self.sources, "pretraining", self.max_bad_fraction)

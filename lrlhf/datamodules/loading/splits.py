@@ -85,6 +85,8 @@ class FirstRows(NamedTuple, Generic[RowT]):
     """How many were read."""
     complete: bool
     """Whether these are all that there are."""
+    notes: Sequence[str] = ()
+    """What is to be said of them."""
 
 
 def hold_out(

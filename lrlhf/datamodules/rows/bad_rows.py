@@ -6,7 +6,7 @@ import difflib
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
@@ -46,6 +46,8 @@ class BadRows:
     def __init__(self, what: str) -> None:
         self.what = what
         self.total = 0
+        self.notes: Sequence[str] = ()
+        """What else is to be said of them."""
         self._counts: Counter[str] = Counter()
         self._examples: dict[str, list[str]] = {}
         self._remedies: dict[str, str] = {}
@@ -81,6 +83,8 @@ class BadRows:
         else:
             message = "all %d rows of the %s data can be used"
             rank_zero_only(logger.info)(message, self.total, self.what)
+        for note in self.notes:
+            rank_zero_only(logger.warning)("%s data: %s", self.what, note)
 
     def refuse(self, max_fraction: float) -> None:
         """Raise `BadDataError` if too many rows are bad or none is left."""

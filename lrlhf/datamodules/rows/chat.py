@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from lrlhf.datamodules.loading.sources import Row
 from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.columns import structure_of, whole_text, wrong_type
+from lrlhf.models import split_messages, split_text
 from lrlhf.types import Message
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """Begins what the assistant writes, as `transformers` knows it."""
+Turns = tuple[Message, ...]
 Span = tuple[int, int]
 """First character, and the one behind the last."""
 
@@ -86,6 +89,7 @@ class ChatFormat:
     template: str | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     tools: Sequence[Mapping[str, Any]] | None = None
+    split_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         if self.template is not None:
@@ -100,6 +104,9 @@ class ChatFormat:
     def render(self, messages: Sequence[Message], row: Row, *, prompt: bool) -> str:
         """Render turns as text, special tokens included.
 
+        Those are the template's own: in what turns say, and in tools, they are split, see
+        `lrlhf.models.split_messages`.
+
         A row's ``tools`` and ``chat_template_kwargs`` come on top of those for all rows. A
         ``prompt`` leaves the assistant's turn open: a new one, or the last if it is its own.
 
@@ -108,14 +115,39 @@ class ChatFormat:
             ValueError: There is no template.
         """
         goes_on = prompt and messages[-1]["role"] == "assistant"
+        return self._rendered(
+            messages,
+            row,
+            add_generation_prompt=prompt and not goes_on,
+            continue_final_message=goes_on,
+        )
+
+    def opened(self, messages: Sequence[Message], row: Row) -> str:
+        """Render turns and the beginning of another one, the assistant's, which need not be asked.
+
+        Raises:
+            BadRow: The template refuses the messages.
+            ValueError: There is no template.
+        """
+        text = self._rendered(messages, row, add_generation_prompt=True)
+        if not messages or messages[-1]["role"] != "assistant":
+            return text
+        closed = self.render(messages, row, prompt=False)
+        if text != closed:
+            return text
+        # the template begins the assistant's turns behind those of others only
+        asked: Turns = ({"role": "user", "content": "a"},)
+        with_header, without = (self.render(asked, row, prompt=prompt) for prompt in (True, False))
+        return closed + with_header.removeprefix(without)
+
+    def _rendered(self, messages: Sequence[Message], row: Row, **options: bool) -> str:
         text = self._applied(
             partial(
                 self.tokenizer.apply_chat_template, chat_template=self.template, tokenize=False
             ),
             messages,
             row,
-            add_generation_prompt=prompt and not goes_on,
-            continue_final_message=goes_on,
+            **options,
         )
         if not isinstance(text, str):
             raise TypeError(f"apply_chat_template returned {type(text).__name__}")
@@ -150,11 +182,55 @@ class ChatFormat:
             if message["role"] == "assistant"
         ]
 
+    def answer_spans(self, messages: Sequence[Message], row: Row, start: int) -> list[Span] | None:
+        """Say which characters belong to an answer in which the assistant speaks twice in a row.
+
+        What begins the second turn is the template's, and not learnt.
+
+        Args:
+            messages: Prompt and answer.
+            row: As of `render`.
+            start: Number of the answer's first turn.
+
+        Returns:
+            None: no turn follows another one of the assistant's, and the answer counts as a whole.
+
+        Raises:
+            BadRow: The template refuses the messages, or does not tell the turns apart.
+        """
+        roles = [message["role"] for message in messages]
+        second = [
+            number
+            for number in range(max(start, 1), len(roles))
+            if roles[number - 1] == roles[number] == "assistant"
+        ]
+        if not second:
+            return None
+        text = self.render(messages, row, prompt=False)
+        before = self.opened(messages[:start], row) if start else ""
+        begin = len(commonprefix([before, text]))  # noqa: RUF071  of letters, as it is meant
+        spans: list[Span] = []
+        for number in second:
+            closed = self.render(messages[:number], row, prompt=False)
+            opened = self.opened(messages[:number], row)
+            if not (opened.startswith(closed) and text.startswith(opened)):
+                raise BadRow(
+                    "unclear turns",
+                    f"turn {number + 1} follows another one of the assistant's, and what the chat "
+                    "template puts between the two is not clear",
+                    remedy="put what the assistant says in a row into one turn",
+                )
+            if number > start:
+                spans.append((begin, len(closed)))
+            begin = len(opened)
+        return [*spans, (begin, len(text))]
+
     def _added(self, messages: Sequence[Message], number: int, text: str, row: Row) -> Span:
         """Return what one turn adds to the text of those before it."""
-        if number == 0 or messages[number - 1]["role"] == "assistant":
-            raise _unclear(number, "has no turn of another role before it")
-        before = self.render(messages[:number], row, prompt=True)
+        try:
+            before = self.opened(messages[:number], row)
+        except BadRow as problem:
+            raise _unclear(number, "has no turn of another role before it") from problem
         until = self.render(messages[: number + 1], row, prompt=False)
         if not until.startswith(before):
             raise _unclear(number, "does not begin with the prompt that leads up to it")
@@ -178,9 +254,13 @@ class ChatFormat:
             )
         own = structure_of(row, "chat_template_kwargs", dict) or {}
         tools = self._tools(row)
+        turns = [dict(message) for message in messages]
+        if self.split_special_tokens:
+            turns = split_messages(self.tokenizer, turns, self.template)
+            own, tools = (split_text(self.tokenizer, value) for value in (own, tools))
         try:
             return apply(
-                [dict(message) for message in messages],
+                turns,
                 tools=tools,
                 **{**options, **self.kwargs, **own},
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.media_rows import MediaReader, TokenizedText
-from lrlhf.datamodules.rows.tokenizing import common_prefix
+from lrlhf.datamodules.rows.tokenizing import Mask, Tokens, common_prefix
 from lrlhf.types import Media, PreferenceBatch, Prompt, PromptBatch, SequenceBatch
 
 
@@ -47,6 +48,8 @@ class Candidate(TokenizedText):
 
     start: int
     """Where the answer begins: behind images and videos, or at 0, where all of it counts."""
+    trained: Mask | None = None
+    """Which tokens count of an answer that is more than a turn of the assistant's; None: all."""
 
     def with_media(self, reader: MediaReader) -> Candidate:
         """Read the images and videos, or raise `BadRow`."""
@@ -59,7 +62,10 @@ class Candidate(TokenizedText):
             start = self.start  # nothing is shown before it
         else:
             start = self.start + len(input_ids) - len(self.input_ids)
-        return replace(self, input_ids=input_ids, start=start, media=media)
+        trained = self.trained
+        if trained is not None:
+            trained = moved_mask(self.input_ids, trained, input_ids, reader.placeholders)
+        return replace(self, input_ids=input_ids, start=start, trained=trained, media=media)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,10 +128,13 @@ def collate_pairs(rows: Sequence[PairRow], pad_token_id: int) -> PreferenceBatch
 
 
 def right_padded(candidates: Sequence[Candidate], pad_token_id: int) -> SequenceBatch:
-    """Put sequences into right-padded rows; each is trained on from its ``start``."""
+    """Put sequences into right-padded rows, trained on from their ``start``, or as they say."""
     input_ids, attention_mask = padded(candidates, pad_token_id, "right")
     starts = torch.tensor([candidate.start for candidate in candidates])
     answers = torch.arange(input_ids.shape[1]) >= starts[:, None]
+    for row, candidate in enumerate(candidates):
+        if candidate.trained is not None:
+            answers[row, : len(candidate.trained)] &= torch.from_numpy(candidate.trained)
     return SequenceBatch(
         input_ids=input_ids,
         attention_mask=attention_mask,
@@ -150,3 +159,57 @@ def media_of(rows: Sequence[TokenizedText]) -> tuple[Media | None, ...] | None:
     """Return the media of each row; None: no row has any."""
     media = tuple(row.media for row in rows)
     return media if any(entry is not None for entry in media) else None
+
+
+def moved_mask(short: Tokens, mask: Mask, long: Tokens, placeholders: Sequence[int]) -> Mask:
+    """Find the tokens of a mask again, where each placeholder has become several tokens.
+
+    No loss is on what stands for an image or video.
+
+    Args:
+        short: Ids with one placeholder for each image or video.
+        mask: Of these.
+        long: Ids of the same text as the model reads it.
+        placeholders: Ids that stand for images and videos.
+
+    Raises:
+        BadRow: The texts between images occur in more than one place that they could have.
+    """
+    marks = np.isin(short, placeholders)
+    if (mask | marks)[1:].all():
+        return ~np.isin(long, placeholders) & (np.arange(len(long)) > 0)
+    first = _expanded(short, mask, long, placeholders, marks)
+    back = _expanded(short[::-1], mask[::-1], long[::-1], placeholders, marks[::-1])
+    if first is None or back is None or not np.array_equal(first, back[::-1]):
+        raise BadRow(
+            "unclear turns",
+            "where the texts between its images are in the model's input is not clear",
+            remedy="show the images in one turn, or set `loss_on` to all",
+        )
+    return first
+
+
+def _expanded(
+    short: Tokens, mask: Mask, long: Tokens, placeholders: Sequence[int], marks: Mask
+) -> Mask | None:
+    """Place what is between placeholders as early as it fits; None: it does not."""
+    moved = np.zeros(len(long), dtype=np.bool_)
+    cuts = [-1, *np.nonzero(marks)[0].tolist(), len(short)]
+    shown = np.isin(long, placeholders)
+    place = 0
+    for number, (left, right) in enumerate(pairwise(cuts)):
+        piece, own = short[left + 1 : right], mask[left + 1 : right]
+        if number:  # behind what the image has become, of which one token at least is its mark
+            found = np.nonzero(shown[place:])[0]
+            if not len(found):
+                return None
+            place += int(found[0]) + 1
+            if right == len(short):
+                place = max(place, len(long) - len(piece))
+        while not np.array_equal(long[place : place + len(piece)], piece):
+            place += 1
+            if not number or place + len(piece) > len(long):
+                return None
+        moved[place : place + len(piece)] = own
+        place += len(piece)
+    return moved if place == len(long) else None

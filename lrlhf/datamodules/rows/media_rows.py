@@ -44,6 +44,8 @@ class TokenizedText:
     unread: Unread | None = None
     media: Media | None = None
     """What ``unread`` names, once it is read."""
+    ends: tuple[int, ...] = ()
+    """Tokens that end what is learnt of it."""
 
     @property
     def texts(self) -> tuple[TokenizedText, ...]:

@@ -10,11 +10,12 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.datamodules.loading.sources import Row
 from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, missing_column
-from lrlhf.datamodules.rows.chat import ChatFormat, read_messages
+from lrlhf.datamodules.rows.chat import ChatFormat, Span, Turns, read_messages
 from lrlhf.datamodules.rows.collate import Candidate, PairRow
 from lrlhf.datamodules.rows.columns import text_of
 from lrlhf.datamodules.rows.implicit_prompts import (
@@ -29,15 +30,18 @@ from lrlhf.datamodules.rows.media_rows import MediaReader, Unread, bare_parts, m
 from lrlhf.datamodules.rows.preference_labels import LabelReader, MarginReader
 from lrlhf.datamodules.rows.prompt_rows import PromptTemplate
 from lrlhf.datamodules.rows.tokenizing import (
+    Endings,
     Text,
     Tokens,
     common_prefix,
     loses_text,
     tokenize,
     tokenize_ended,
+    tokenize_spans,
     with_end,
 )
 from lrlhf.media import MediaRefs
+from lrlhf.models import unsplit
 from lrlhf.rewards.learned_rows import text_without_marks
 from lrlhf.rollout.records import plain_json
 from lrlhf.types import Message
@@ -48,8 +52,6 @@ SHOWN_CANDIDATES = {
 }
 """Columns of the candidates' texts, and what follows ``image``, ``video`` or ``audio`` in the names
 of the columns with their media."""
-
-Turns = tuple[Message, ...]
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class TextPair:
     """What each shows, in its prompt and in itself."""
     prompt_refs: MediaRefs = MediaRefs()  # noqa: RUF009  frozen
     """What the prompt of text answers shows."""
+    spans: tuple[Sequence[Span] | None, Sequence[Span] | None] = (None, None)
+    """Characters of an answer that are learnt; None: all."""
 
 
 @dataclass(frozen=True)
@@ -201,13 +205,22 @@ class PreferenceParser:
                 raise BadRow("empty text", "a candidate has no content after the shared prompt")
         shared = self.media.of_columns(row, folder)
         turns, shown = self.media.of_messages(turns, shared, folder)
-        before = self.chat.render(turns, row, prompt=True) if turns else ""
-        texts, refs = [], []
+        before = self.chat.opened(turns, row) if turns else ""
+        texts, refs, spans = [], [], []
         for rest in (first, second):
             answer, more = self.media.of_messages(rest, MediaRefs(), folder)
-            texts.append(Text(self.chat.render((*turns, *answer), row, prompt=False), True))
+            whole = (*turns, *answer)
+            texts.append(Text(self.chat.render(whole, row, prompt=False), True))
             refs.append(shown + more)
-        pair = TextPair(Text(before, True), (texts[0], texts[1]), (refs[0], refs[1]), shown)
+            start = len(turns)
+            spans.append(self.chat.answer_spans(whole, row, start) if self.answers_only else None)
+        pair = TextPair(
+            Text(before, True),
+            (texts[0], texts[1]),
+            (refs[0], refs[1]),
+            shown,
+            (spans[0], spans[1]),
+        )
         return pair, before
 
 
@@ -307,12 +320,19 @@ def _conversations(row: Row, prompt_column: str, first: str, second: str) -> Pai
 
 
 def tokenize_pairs(
-    tokenizer: PreTrainedTokenizerBase, drafts: Sequence[PairDraft]
+    tokenizer: PreTrainedTokenizerBase,
+    drafts: Sequence[PairDraft],
+    endings: Endings | None = None,
 ) -> list[PairRow | BadRow]:
     """Tokenise both candidates of every pair.
 
     An answer begins where the ids of prompt and answer part from the ids of the prompt alone, so
     that a token which spans both counts as answer.
+
+    Args:
+        tokenizer: Of the texts.
+        drafts: The pairs.
+        endings: How answers end that are learnt; None: nothing is written.
     """
     pairs = [draft.pair for draft in drafts]
     prompts = tokenize(tokenizer, [pair.prompt for pair in pairs])
@@ -324,7 +344,8 @@ def tokenize_pairs(
     for draft, prompt, *ids in zip(drafts, prompts, *both, strict=True):
         try:
             first, second = (
-                _candidate(draft.pair, index, prompt, ids[index], tokenizer) for index in (0, 1)
+                _candidate(draft.pair, index, prompt, ids[index], tokenizer, endings)
+                for index in (0, 1)
             )
         except BadRow as problem:
             rows.append(problem)
@@ -350,7 +371,7 @@ def _said(pair: TextPair, specials: Sequence[str]) -> tuple[str, str, str]:
         text_without_marks(text.text.removeprefix(start), specials if text.complete else ())
         for start, text in zip(starts, pair.candidates, strict=True)
     )
-    return starts[0], first, second
+    return unsplit(starts[0]), unsplit(first), unsplit(second)
 
 
 def _shared_start(prompt: str, whole: str) -> str:
@@ -360,18 +381,31 @@ def _shared_start(prompt: str, whole: str) -> str:
 
 
 def _candidate(
-    pair: TextPair, index: int, prompt: Tokens, ids: Tokens, tokenizer: PreTrainedTokenizerBase
+    pair: TextPair,
+    index: int,
+    prompt: Tokens,
+    ids: Tokens,
+    tokenizer: PreTrainedTokenizerBase,
+    endings: Endings | None,
 ) -> Candidate:
     start = common_prefix(prompt, ids)
     if start >= len(ids):
         raise BadRow("empty text", f"the answer of candidate {index} has no token")
+    text, spans, trained, ends = pair.candidates[index], pair.spans[index], None, ()
+    if spans is not None:
+        ((_, trained),) = tokenize_spans(tokenizer, [text.text], [spans])
+    text = with_end(tokenizer, text)
+    if endings is not None:
+        learnt = np.arange(len(ids)) >= start if trained is None else trained
+        ended = endings.learnt(ids, learnt, open_ended=text.complete)
+        if len(ended.ids) > len(ids):
+            text = text._replace(text=text.text + endings.mark)
+        ids, trained, ends = ended.ids, None if trained is None else ended.trained, ended.ends
     refs = pair.refs[index]
-    if not refs:
-        return Candidate(input_ids=ids, start=start)
-    text = with_end(tokenizer, pair.candidates[index])
     alone = not pair.prompt.text or len(refs) == len(pair.prompt_refs)
     before = None if alone else Unread(pair.prompt, pair.prompt_refs)
-    return Candidate(input_ids=ids, start=start, unread=Unread(text, refs, before))
+    unread = Unread(text, refs, before) if refs else None
+    return Candidate(input_ids=ids, start=start, trained=trained, ends=ends, unread=unread)
 
 
 def digest(key: str) -> str:

@@ -21,7 +21,7 @@ from lrlhf.datamodules.rows.columns import structure_of, text_of, whole_text, wr
 from lrlhf.datamodules.rows.media_rows import MediaReader, TokenizedText
 from lrlhf.datamodules.rows.preference_rows import digest
 from lrlhf.datamodules.rows.tokenizing import Text, tokenize, tokenize_prompts
-from lrlhf.models import joined_steps
+from lrlhf.models import joined_steps, split_text
 from lrlhf.types import StepBatch
 
 
@@ -86,6 +86,8 @@ class StepParser:
         if all(math.isnan(label) for label in labels):
             raise BadRow("no labels", f"no step has a label in column {self.labels_column!r}")
         prompt = self._prompt(row)
+        if prompt.complete and self.chat.split_special_tokens:
+            steps = tuple(split_text(self.chat.tokenizer, list(steps)))
         return StepDraft(prompt, steps, labels, prompt.text)
 
     def _prompt(self, row: Row) -> Text:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -16,14 +15,15 @@ from transformers import PreTrainedTokenizerBase
 
 from lrlhf.datamodules.loading.sources import Row
 from lrlhf.datamodules.rows.bad_rows import BadRow, missing_column
-from lrlhf.datamodules.rows.chat import ChatFormat, Span, read_messages
-from lrlhf.datamodules.rows.collate import media_of, padded
+from lrlhf.datamodules.rows.chat import ChatFormat, Span, Turns, read_messages
+from lrlhf.datamodules.rows.collate import media_of, moved_mask, padded
 from lrlhf.datamodules.rows.columns import text_of
 from lrlhf.datamodules.rows.implicit_prompts import without_prompt
 from lrlhf.datamodules.rows.media_rows import MediaReader, TokenizedText, Unread
 from lrlhf.datamodules.rows.preference_rows import digest
 from lrlhf.datamodules.rows.prompt_rows import DIALOGUE_COLUMNS
 from lrlhf.datamodules.rows.tokenizing import (
+    Endings,
     Mask,
     Text,
     Tokens,
@@ -34,11 +34,9 @@ from lrlhf.datamodules.rows.tokenizing import (
     with_end,
 )
 from lrlhf.media import MediaRefs
-from lrlhf.types import Message, SupervisedBatch
+from lrlhf.types import SupervisedBatch
 
 LossOn: TypeAlias = Literal["all", "completion", "assistant"]
-
-Turns = tuple[Message, ...]
 
 
 @dataclass(frozen=True)
@@ -53,6 +51,8 @@ class SupervisedDraft:
     """The loss is on what follows it; None: on ``spans``, or on all."""
     spans: tuple[Span, ...] | None = None
     """Characters that the loss is on."""
+    answered: bool = False
+    """The assistant says the last of it."""
     refs: MediaRefs = field(default_factory=MediaRefs)
 
 
@@ -169,7 +169,10 @@ class SupervisedParser:
         shown = self.media.of_columns(row, folder)
         messages, refs = self.media.of_messages(messages, shown, folder)
         draft = partial(
-            SupervisedDraft, key=_keyed(repr([*map(dict, messages[:first])]), refs), refs=refs
+            SupervisedDraft,
+            key=_keyed(repr([*map(dict, messages[:first])]), refs),
+            answered=messages[-1]["role"] == "assistant",
+            refs=refs,
         )
         if loss_on == "assistant":
             text, spans = self.chat.render_spans(messages, row)
@@ -177,6 +180,9 @@ class SupervisedParser:
         whole = Text(self.chat.render(messages, row, prompt=False), complete=True)
         if loss_on == "all":
             return draft(whole)
+        own = self.chat.answer_spans(messages, row, start)
+        if own is not None:
+            return draft(whole, spans=tuple(own))
         before = self.chat.render(messages[:start], row, prompt=True) if start else ""
         return draft(whole, prompt=Text(before, complete=True))
 
@@ -191,13 +197,15 @@ def _keyed(key: str, refs: MediaRefs) -> str:
 
 
 def tokenize_supervised(
-    tokenizer: PreTrainedTokenizerBase, drafts: Sequence[SupervisedDraft]
+    tokenizer: PreTrainedTokenizerBase,
+    drafts: Sequence[SupervisedDraft],
+    endings: Endings,
 ) -> list[SupervisedRow | BadRow]:
     """Tokenise texts, and tell which tokens the loss is on.
 
     A completion begins where the ids of prompt and completion part from those of the prompt alone,
-    so that a token which spans both counts as completion. No loss is on the first token of a text,
-    which nothing predicts.
+    so that a token which spans both counts as completion. Where generation stops is learnt too, see
+    `Endings`. No loss is on the first token of a text, which nothing predicts.
     """
     marked = [draft for draft in drafts if draft.spans is not None]
     spans = [draft.spans or () for draft in marked]
@@ -214,72 +222,35 @@ def tokenize_supervised(
             ids = next(whole)
             start = 0 if draft.prompt is None else common_prefix(next(before), ids)
             trained = np.arange(len(ids)) >= start
-        rows.append(_row(tokenizer, draft, ids, trained))
+        rows.append(_row(endings, draft, ids, trained))
     return rows
 
 
 def _row(
-    tokenizer: PreTrainedTokenizerBase, draft: SupervisedDraft, ids: Tokens, trained: Mask
+    endings: Endings, draft: SupervisedDraft, ids: Tokens, trained: Mask
 ) -> SupervisedRow | BadRow:
     trained = trained & (np.arange(len(ids)) > 0)
     if not trained.any():
         return BadRow("too short", "there is no token to train on")
-    unread = Unread(with_end(tokenizer, draft.text), draft.refs) if draft.refs else None
-    return SupervisedRow(input_ids=ids, trained=trained, key=digest(draft.key), unread=unread)
-
-
-def moved_mask(short: Tokens, mask: Mask, long: Tokens, placeholders: Sequence[int]) -> Mask:
-    """Find the tokens of a mask again, where each placeholder has become several tokens.
-
-    No loss is on what stands for an image or video.
-
-    Args:
-        short: Ids with one placeholder for each image or video.
-        mask: Of these.
-        long: Ids of the same text as the model reads it.
-        placeholders: Ids that stand for images and videos.
-
-    Raises:
-        BadRow: The texts between images occur in more than one place that they could have.
-    """
-    marks = np.isin(short, placeholders)
-    if (mask | marks)[1:].all():
-        return ~np.isin(long, placeholders) & (np.arange(len(long)) > 0)
-    first = _expanded(short, mask, long, placeholders, marks)
-    back = _expanded(short[::-1], mask[::-1], long[::-1], placeholders, marks[::-1])
-    if first is None or back is None or not np.array_equal(first, back[::-1]):
-        raise BadRow(
-            "unclear turns",
-            "where the texts between its images are in the model's input is not clear",
-            remedy="show the images in one turn, or set `loss_on` to all",
+    text = with_end(endings.tokenizer, draft.text)
+    found = endings.learnt(ids, trained, open_ended=draft.text.complete and draft.answered)
+    if len(found.ids) > len(ids):
+        text = text._replace(text=text.text + endings.mark)
+    if draft.answered and not found.ends:
+        return BadRow(
+            "no end of a turn",
+            "nothing that is learnt of it is a token at which generation stops "
+            f"({endings.shown}), so that the model would never end its turns",
+            remedy="give a `chat_template` that ends turns with such a token, inside its "
+            "{% generation %} marks if it has any",
         )
-    return first
-
-
-def _expanded(
-    short: Tokens, mask: Mask, long: Tokens, placeholders: Sequence[int], marks: Mask
-) -> Mask | None:
-    """Place what is between placeholders as early as it fits; None: it does not."""
-    moved = np.zeros(len(long), dtype=np.bool_)
-    cuts = [-1, *np.nonzero(marks)[0].tolist(), len(short)]
-    shown = np.isin(long, placeholders)
-    place = 0
-    for number, (left, right) in enumerate(pairwise(cuts)):
-        piece, own = short[left + 1 : right], mask[left + 1 : right]
-        if number:  # behind what the image has become, of which one token at least is its mark
-            found = np.nonzero(shown[place:])[0]
-            if not len(found):
-                return None
-            place += int(found[0]) + 1
-            if right == len(short):
-                place = max(place, len(long) - len(piece))
-        while not np.array_equal(long[place : place + len(piece)], piece):
-            place += 1
-            if not number or place + len(piece) > len(long):
-                return None
-        moved[place : place + len(piece)] = own
-        place += len(piece)
-    return moved if place == len(long) else None
+    return SupervisedRow(
+        input_ids=found.ids,
+        trained=found.trained,
+        ends=found.ends,
+        key=digest(draft.key),
+        unread=Unread(text, draft.refs) if draft.refs else None,
+    )
 
 
 def collate_supervised(rows: Sequence[SupervisedRow], pad_token_id: int) -> SupervisedBatch:

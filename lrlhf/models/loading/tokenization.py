@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 from transformers import (
     AutoProcessor,
     AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
@@ -111,13 +114,7 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     Raises:
         ValueError: None of the ids is a token of the tokenizer.
     """
-    declared = (
-        None if model.generation_config is None else model.generation_config.eos_token_id,
-        model.config.get_text_config().to_dict().get("eos_token_id"),
-        tokenizer.eos_token_id,
-    )
-    several = [ids if isinstance(ids, list) else [ids] for ids in declared if ids is not None]
-    ids = frozenset[int]().union(*several)
+    ids = declared_ends(model.generation_config, model.config, tokenizer)
     if not any(0 <= token < len(tokenizer) for token in ids):
         raise ValueError(
             f"No end-of-sequence token: the generation config, the config and the tokenizer "
@@ -125,3 +122,36 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
             "eos_token_id in the model's generation_config.json."
         )
     return ids
+
+
+def declared_ends(
+    generation: GenerationConfig | None,
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+) -> frozenset[int]:
+    """Return the ids that a model's files say end a response; see `eos_token_ids`."""
+    declared = (
+        None if generation is None else generation.eos_token_id,
+        _of_config(config),
+        tokenizer.eos_token_id,
+    )
+    return frozenset[int]().union(*map(_listed, declared))
+
+
+def stop_at(model: PreTrainedModel, ends: Iterable[int] | int | None) -> None:
+    """Have the generation config of a model declare further ids that end a response."""
+    generation = model.generation_config
+    if generation is None:
+        return
+    known = {*_listed(generation.eos_token_id)} or {*_listed(_of_config(model.config))}
+    if missing := {*_listed(ends)} - known:
+        generation.eos_token_id = sorted(known | missing)
+
+
+def _of_config(config: PreTrainedConfig) -> int | list[int] | None:
+    ids: int | list[int] | None = config.get_text_config().to_dict().get("eos_token_id")
+    return ids
+
+
+def _listed(ids: Iterable[int] | int | None) -> list[int]:
+    return [] if ids is None else [ids] if isinstance(ids, int) else [*ids]

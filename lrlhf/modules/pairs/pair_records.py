@@ -112,11 +112,17 @@ def _texts(batch: PreferenceBatch, row: int, tokenizer: PreTrainedTokenizerBase)
     kept = batch.said[row] if batch.said else None
     if kept is not None:
         return dict(zip(("prompt", "candidate0", "candidate1"), kept, strict=True))
-    prompt = first.input_ids[row, first.attention_mask[row] & ~first.response_mask[row]]
-    answers = (part.input_ids[row, part.response_mask[row]] for part in (first, second))
+    # an answer of several turns has some that are not learnt
+    prompt = first.input_ids[row, first.attention_mask[row] & ~_answered(first, row)]
+    answers = (part.input_ids[row, _answered(part, row)] for part in (first, second))
     said = (str(tokenizer.decode(ids.tolist(), skip_special_tokens=True)) for ids in answers)
     texts = (str(tokenizer.decode(prompt.tolist())), *said)
     return dict(zip(("prompt", "candidate0", "candidate1"), texts, strict=True))
+
+
+def _answered(part: SequenceBatch, row: int) -> Tensor:
+    """Return the mask of an answer, `[T]`, from its first token that is learnt."""
+    return part.attention_mask[row] & (part.response_mask[row].cumsum(0) > 0)
 
 
 def _text(candidate: SequenceBatch, row: int, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import lightning as L
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
+from lrlhf.datamodules.text import TextDataModule
 from lrlhf.media import MediaProcessor
 from lrlhf.models import (
     CausalLM,
     allow_packing,
     check_mergeable,
     check_output_head,
+    declared_ends,
     plain_model,
     save_model,
+    stop_at,
 )
 from lrlhf.run.quiet_output import quiet
+
+END_TOKEN_IDS = "end_token_ids"
+"""Where a checkpoint says what ends a response."""
 
 
 class LoadedPolicy(NamedTuple):
@@ -26,6 +34,27 @@ class LoadedPolicy(NamedTuple):
     model: PreTrainedModel | PeftModel
     tokenizer: PreTrainedTokenizerBase
     processor: MediaProcessor | None
+
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        """Token ids at which generation stops."""
+        model = plain_model(self.model)
+        return declared_ends(model.generation_config, model.config, self.tokenizer)
+
+    def learn_ends(self, trainer: L.Trainer) -> None:
+        """Have generation stop where what the data teaches ends."""
+        data = trainer.datamodule  # type: ignore[attr-defined]  # set outside its class
+        if isinstance(data, TextDataModule):
+            stop_at(plain_model(self.model), data.learnt_ends)
+
+    def save_ends(self, checkpoint: dict[str, Any]) -> None:
+        """Note in a checkpoint what ends a response, which is no weight."""
+        generation: Any = plain_model(self.model).generation_config
+        checkpoint[END_TOKEN_IDS] = generation and generation.eos_token_id
+
+    def load_ends(self, checkpoint: Mapping[str, Any]) -> None:
+        """Have generation stop where `save_ends` noted."""
+        stop_at(plain_model(self.model), checkpoint.get(END_TOKEN_IDS))
 
     def save(self, folder: Path | None) -> None:
         """Write the policy, adapters merged, and what reads for it, as ``transformers`` loads."""

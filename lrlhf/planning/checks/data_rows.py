@@ -83,8 +83,10 @@ def check_sources(data: Any) -> None:
 
 def taken_from(model: Any, trained: TrainedModel) -> SimpleNamespace:
     """Return what data modules take from the module that the config describes, without weights."""
+    tokenizer = trained.tokenizer()
     return SimpleNamespace(
-        tokenizer=trained.tokenizer(),
+        tokenizer=tokenizer,
+        end_token_ids=trained.end_token_ids(tokenizer),
         processor=trained.processor(),
         head_names=options_of(options_of(model).get("model")).get("heads"),
         answers_only=is_a(model, DPO),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,10 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
 from lrlhf.media import MediaProcessor
-from lrlhf.models import CausalLM, PretrainedSpec, ScoreModel, ValueModel, load_config
+from lrlhf.models import (
+    CausalLM,
+    PretrainedSpec,
+    ScoreModel,
+    ValueModel,
+    declared_ends,
+    load_config,
+    resolve_source,
+)
 from lrlhf.models.loading.meta import model_config, skeleton
 from lrlhf.models.loading.model_sources import converted_folder, locate
 from lrlhf.planning.checks.mistake import MistakeError
@@ -60,6 +74,13 @@ class TrainedModel:
             found.parent, gguf_file=found.name
         )
         return read
+
+    def end_token_ids(self, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+        """Return the ids at which generation stops, as far as files say so."""
+        generation = None
+        with contextlib.suppress(OSError):  # there need not be any
+            generation = GenerationConfig.from_pretrained(resolve_source(self.spec.source))
+        return declared_ends(generation, self.config, tokenizer)
 
     def processor(self) -> MediaProcessor | None:
         """Load what reads images; None of a text model, and of a GGUF file."""

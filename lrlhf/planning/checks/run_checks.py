@@ -170,3 +170,5 @@ def _of_rows(seen: LookedAt) -> Iterator[str]:
             f"data     {split.what}: {first} {split.seen} rows looked at, {len(split.rows)} can be "
             "used" + (f"; columns {', '.join(sorted(seen.columns))}" if seen.columns else "")
         )
+        for note in split.notes:
+            yield f"data     {split.what}: {note}"

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.media.decode import BadRow
+from lrlhf.models import reader_of, unsplit, unsplit_places
 from lrlhf.rollout.engines.engine import RendersChat
 from lrlhf.types import Message, Prompt
 
@@ -27,6 +28,9 @@ class RefusedTurnsError(Exception):
 class Dialogue:
     """Turns what an environment says into tokens.
 
+    In chats special tokens of what it says are read as text, in plain text, of which it writes the
+    marks itself, as the tokens.
+
     Args:
         tokenizer: The policy's.
         chat: Renders chats; None: all prompts are plain text.
@@ -36,6 +40,8 @@ class Dialogue:
         self._tokenizer = tokenizer
         self._chat = chat
         self._checked: set[str] = set()
+        self._marks = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+        """Tokens that a template writes as a whole."""
 
     def opened(
         self, prompt: Prompt, shown: str | None, row: Mapping[str, Any], ids: Sequence[int]
@@ -92,9 +98,11 @@ class Dialogue:
             self._warn_of_rewriting(before, new, row)
         self.check_roles(before, new, row)
         given = text.rpartition(_MARK)[2]
-        ending = str(self._tokenizer.decode([last_token])).strip()
-        if ending and given.lstrip().startswith(ending):
-            given = given.lstrip().removeprefix(ending)
+        # any other token is the last of a turn that was cut off, and no part of what ends it
+        if last_token in self._marks:
+            ending = str(self._tokenizer.decode([last_token])).strip()
+            if ending and given.lstrip().startswith(ending):
+                given = given.lstrip().removeprefix(ending)
         return self._behind(given)
 
     def whole(
@@ -116,9 +124,10 @@ class Dialogue:
         Raises:
             RefusedTurnsError: The chat template refuses the conversation.
         """
-        text, at = self._rendered(messages, row), 0
-        if not text:
+        split, at = self._rendered(messages, row), 0
+        if not split:
             raise RefusedTurnsError("the chat template makes nothing of the turns")
+        text, places = unsplit(split), unsplit_places(split)
         # the same with a mark for each of the policy's messages: where they are, and what is not
         marked = [
             {"role": "assistant", "content": _MARK} if one["role"] == "assistant" else one
@@ -127,7 +136,7 @@ class Dialogue:
         own = [self._without_end(*turn) for turn in reversed(turns)]
         ids: list[int] = []
         try:
-            begin, *others = self._rendered(marked, row).split(_MARK)
+            begin, *others = unsplit(self._rendered(marked, row)).split(_MARK)
         except RefusedTurnsError:  # some templates want the results of calls behind calls
             begin, others = "", []
         if not text.startswith(begin):
@@ -141,17 +150,17 @@ class Dialogue:
                     break
             else:
                 written, tokens = found
-                piece = text[at:place]
+                piece = split[places[at] : places[place]]
                 ids += self._behind(piece) if ids else self._encoded(piece)
                 ids += tokens
                 at = place = place + len(written)
             place += len(behind)
-        return [*ids, *(self._behind(text[at:]) if ids else self._encoded(text))]
+        return [*ids, *(self._behind(split[places[at] :]) if ids else self._encoded(split))]
 
     def _without_end(self, written: str, tokens: Sequence[int]) -> tuple[str, Sequence[int]]:
         """Return a turn without the token that ended it, which the template writes."""
         last = str(self._tokenizer.decode(list(tokens[-1:])))
-        if tokens and tokens[-1] in self._tokenizer.all_special_ids and written.endswith(last):
+        if tokens and tokens[-1] in self._marks and written.endswith(last):
             return written.removesuffix(last), tokens[:-1]
         return written, tokens
 
@@ -200,7 +209,8 @@ class Dialogue:
             raise RefusedTurnsError(f"the chat template refuses the turns: {error}") from error
 
     def _encoded(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        reader = reader_of(self._tokenizer, text)
+        ids: list[int] = reader(text, add_special_tokens=False)["input_ids"]
         return ids
 
     def _behind(self, text: str) -> list[int]:

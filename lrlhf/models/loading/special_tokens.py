@@ -1,0 +1,220 @@
+"""Special tokens in the contents of a chat: text that somebody wrote, not marks of the template.
+
+`split_messages` puts a separator into each special token of a content before a template is
+rendered. The tokenizer that `readers_of` returns for such texts finds the special tokens that are
+whole, which are the template's own, and reads the others as if nothing were in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import TemplateError
+from tokenizers import Tokenizer, pre_tokenizers
+from transformers import PreTrainedTokenizerBase
+
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+"""What templates raise at messages that they were not written for: they are programs."""
+_ESCAPE = "\ufdd0"
+"""No character: Unicode leaves it to programs, and no text should hold it."""
+_SEPARATOR = f"{_ESCAPE}\ufdd1"
+_ESCAPED = f"{_ESCAPE}\ufdd2"
+"""The escape, where a text holds it all the same."""
+_ASKED, _ANSWERED = ({"role": role, "content": "a"} for role in ("user", "assistant"))
+_MEDIA = [{"type": kind} for kind in ("image", "video", "audio")]
+_PLAIN_CHATS: Sequence[list[dict[str, Any]]] = (
+    [_ASKED, _ANSWERED, _ASKED],
+    [{"role": "system", "content": "a"}, _ASKED, _ANSWERED, _ASKED],
+    [{"role": "user", "content": [*_MEDIA, {"type": "text", "text": "a"}]}, _ANSWERED, _ASKED],
+)
+
+
+def split_messages(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Iterable[Mapping[str, Any]],
+    template: str | None = None,
+) -> list[dict[str, Any]]:
+    """Return messages whose special tokens are read as the letters that they are written with.
+
+    The assistant's turns keep what the template names and does not write around plain turns, such
+    as marks of thoughts and calls; never what ends a turn or stands for media.
+
+    Args:
+        tokenizer: Will read them.
+        messages: Not rendered yet.
+        template: Renders them; None: the tokenizer's.
+    """
+    own = f"{template or tokenizer.chat_template or ''}"
+    return [
+        split_text(tokenizer, message, own if message.get("role") == "assistant" else "")
+        for message in messages
+    ]
+
+
+def split_text(tokenizer: PreTrainedTokenizerBase, value: Any, template: str = "") -> Any:
+    """Return a text, or what holds texts at any depth, with its special tokens split.
+
+    Args:
+        tokenizer: Will read it.
+        value: Texts, lists and mappings; anything else stays as it is.
+        template: Of an assistant's turn, see `split_messages`.
+    """
+    if isinstance(value, str):
+        pattern = _pattern(tokenizer, _known(tokenizer))
+        found = pattern.search(value)
+        if found is not None and template:
+            pattern = _pattern_of_answers(tokenizer, _known(tokenizer), template)
+        return value if found is None else pattern.sub(_separated, value)
+    if isinstance(value, Mapping):
+        return {
+            split_text(tokenizer, key, template): split_text(tokenizer, entry, template)
+            for key, entry in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [split_text(tokenizer, entry, template) for entry in value]
+    return value
+
+
+def is_split(text: str) -> bool:
+    """Whether special tokens of a text are split."""
+    return _SEPARATOR in text
+
+
+def unsplit(text: str) -> str:
+    """Return a text as it was written."""
+    return text.replace(_SEPARATOR, "").replace(_ESCAPED, _ESCAPE)
+
+
+def unsplit_places(text: str) -> Sequence[int]:
+    """Return where each letter of the text as it was written stands in it, and where it ends."""
+    if _ESCAPE not in text:
+        return range(len(text) + 1)
+    letters = re.finditer(f"(?s){_SEPARATOR}|({_ESCAPED}|.)", text)
+    return [*(letter.start() for letter in letters if letter[1]), len(text)]
+
+
+def readers_of(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
+) -> Iterator[tuple[PreTrainedTokenizerBase, list[int]]]:
+    """Yield the tokenizer with the numbers of the texts that it reads, and one for the others.
+
+    Offsets are those of the text as it is given.
+    """
+    split = [number for number, text in enumerate(texts) if _ESCAPE in text]
+    if len(split) < len(texts):
+        yield tokenizer, sorted({*range(len(texts))} - {*split})
+    if split:
+        yield _splitting(tokenizer, _known(tokenizer)), split
+
+
+def reader_of(tokenizer: PreTrainedTokenizerBase, text: str) -> PreTrainedTokenizerBase:
+    """Return what reads a text: the tokenizer, unless special tokens of the text are split."""
+    ((reader, _),) = readers_of(tokenizer, [text])
+    return reader
+
+
+_Known = tuple[int, str]
+"""Changes with the special tokens of a tokenizer."""
+
+
+def _known(tokenizer: PreTrainedTokenizerBase) -> _Known:
+    return len(tokenizer), str(tokenizer.special_tokens_map)
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """Return the tokens that text is searched for before it is cut into ordinary ones."""
+    added = {str(one) for one in tokenizer.added_tokens_decoder.values() if one.special}
+    return added | {*map(str, tokenizer.all_special_tokens)}
+
+
+@lru_cache(maxsize=16)
+def _pattern(
+    tokenizer: PreTrainedTokenizerBase, known: _Known, kept: frozenset[str] = frozenset()
+) -> re.Pattern[str]:
+    """Match the first letter of every special token, also of those that overlap."""
+    del known
+    rest: dict[str, list[str]] = {}
+    for token in sorted(special_tokens(tokenizer) - kept):
+        if len(token) > 1:  # nothing can be put into a single letter
+            rest.setdefault(token[0], []).append(re.escape(token[1:]))
+    firsts = [f"{re.escape(first)}(?={'|'.join(others)})" for first, others in rest.items()]
+    return re.compile("|".join([_ESCAPE, *firsts]))
+
+
+def _separated(found: re.Match[str]) -> str:
+    return _ESCAPED if found[0] == _ESCAPE else f"{found[0]}{_SEPARATOR}"
+
+
+@lru_cache(maxsize=16)
+def _pattern_of_answers(
+    tokenizer: PreTrainedTokenizerBase, known: _Known, template: str
+) -> re.Pattern[str]:
+    """Leave the tokens out that the template knows in an assistant's turn."""
+    named = {token for token in special_tokens(tokenizer) if token in template}
+    around = {str(token) for token in (tokenizer.eos_token, tokenizer.bos_token) if token}
+    source = None if template == f"{tokenizer.chat_template}" else template
+    for chat in _PLAIN_CHATS:
+        with contextlib.suppress(*TEMPLATE_ERRORS):
+            text = str(tokenizer.apply_chat_template(chat, chat_template=source, tokenize=False))
+            around |= {token for token in named if token in text}
+    return _pattern(tokenizer, known, frozenset(named - around))
+
+
+@lru_cache(maxsize=4)
+def _splitting(tokenizer: PreTrainedTokenizerBase, known: _Known) -> PreTrainedTokenizerBase:
+    """Return a copy that finds the special tokens that are whole, and reads over separators."""
+    splitting = copy.copy(tokenizer)
+    inner: Any = splitting
+    if not tokenizer.is_fast:
+        cut = inner._tokenize
+        inner._tokenize = lambda text, **options: cut(unsplit(text), **options)
+        return splitting
+    whole: Any = tokenizer
+    inner._tokenizer = _over_separators(whole.backend_tokenizer, between_words=False)
+    if _finds_special(splitting, _pattern(tokenizer, known)):
+        # Unigram and word-level models know special tokens as words too
+        inner._tokenizer = _over_separators(whole.backend_tokenizer, between_words=True)
+    return splitting
+
+
+def _over_separators(backend: Tokenizer, *, between_words: bool) -> Tokenizer:
+    """Drop separators in front of the normalizer, or ``between_words`` behind the pre-tokenizer."""
+    state = json.loads(backend.to_str())
+    for token in state["added_tokens"]:
+        # else it is searched for where the separators are gone
+        token["normalized"] = token["normalized"] and not token["special"]
+    escaped = {"type": "Replace", "pattern": {"String": _ESCAPED}, "content": _ESCAPE}
+    gone = {"type": "Replace", "pattern": {"String": _SEPARATOR}, "content": ""}
+    first = [escaped] if between_words else [gone, escaped]
+    before = [state["normalizer"]] if state["normalizer"] else []
+    state["normalizer"] = {"type": "Sequence", "normalizers": [*first, *before]}
+    if between_words:
+        ((as_bytes, _),) = pre_tokenizers.ByteLevel(
+            add_prefix_space=False, use_regex=False
+        ).pre_tokenize_str(_SEPARATOR)
+        cuts = {
+            "type": "Split",
+            "pattern": {"Regex": f"{_SEPARATOR}|{re.escape(as_bytes)}"},
+            "behavior": "Removed",
+            "invert": False,
+        }
+        before = [state["pre_tokenizer"]] if state["pre_tokenizer"] else []
+        state["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [*before, cuts]}
+    return Tokenizer.from_str(json.dumps(state))
+
+
+def _finds_special(tokenizer: PreTrainedTokenizerBase, pattern: re.Pattern[str]) -> bool:
+    """Whether a special token is found where it is split."""
+    tokens = sorted(special_tokens(tokenizer))
+    texts = [pattern.sub(_separated, f"a{token}a") for token in tokens]
+    found = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return any(
+        tokenizer.convert_tokens_to_ids(token) in ids
+        for token, ids in zip(tokens, found, strict=True)
+    )
