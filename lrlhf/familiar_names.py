@@ -1,4 +1,4 @@
-"""What options of TRL, OpenRLHF, verl and LightRFT, and former ones of lrlhf, are called here."""
+"""What options of TRL, OpenRLHF, verl, LightRFT, EasyDeL, and former ones, are called here."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ FAMILIAR_NAMES: Mapping[str, str] = {
         ("use_kl_loss", "use_loss", "use_kl_in_reward", "use_kl_estimator_k3"),
         "model.reference.placement",
     ),
-    **dict.fromkeys(("kl_target", "target_kl"), "trainer.callbacks: lrlhf.callbacks.KLControl"),
+    **dict.fromkeys(
+        ("kl_target", "target_kl", "kl_horizon"), "trainer.callbacks: lrlhf.callbacks.KLControl"
+    ),
     **dict.fromkeys(("sync_ref_model", "ref_model_sync_steps"), "model.reference.sync_every"),
     "ref_model_mixup_alpha": "model.reference.mixup",
     **dict.fromkeys(("ref_model", "ref_pretrain", "ref_model_path"), "model.reference.model"),
@@ -58,7 +60,9 @@ FAMILIAR_NAMES: Mapping[str, str] = {
     # optimizer
     **dict.fromkeys(("learning_rate", "lr", "actor_learning_rate"), "model.optimizer.lr"),
     "critic_learning_rate": "model.critic.optimizer.lr",
-    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler"), "model.optimizer.schedule"),
+    **dict.fromkeys(
+        ("lr_scheduler_type", "lr_scheduler", "learning_rate_fn"), "model.optimizer.schedule"
+    ),
     **dict.fromkeys(
         (
             "warmup_ratio",
@@ -87,6 +91,8 @@ FAMILIAR_NAMES: Mapping[str, str] = {
     ),
     **dict.fromkeys(("max_new_tokens", "max_tokens"), _LENGTH),
     **{name: _SAMPLING + name for name in ("temperature", "top_p", "top_k", "min_p")},
+    "generation_kwargs": "model.sampling",
+    "repetition_penalty": "model.eval_sampling.repetition_penalty, or the reward of that name",
     **dict.fromkeys(("stop_token", "stop_strings"), "model.sampling.stop"),
     **dict.fromkeys(
         ("num_generations", "rloo_k", "n_samples_per_prompt", "rollout_n"), "model.num_generations"
@@ -108,6 +114,11 @@ FAMILIAR_NAMES: Mapping[str, str] = {
         ("vllm_gpu_memory_utilization", "gpu_memory_utilization", "engine_mem_util"),
         "model.engine.init_args.gpu_memory_utilization",
     ),
+    "vllm_tensor_parallel_size": "model.engine.init_args.tensor_parallel_size",
+    "vllm_max_model_length": "model.engine.init_args.max_model_len",
+    "vllm_server_base_url": "model.engine.init_args.url of lrlhf.rollout.VLLMServerEngine",
+    "vllm_server_timeout": "model.engine.init_args.start_timeout of lrlhf.rollout.VLLMServerEngine",
+    **dict.fromkeys(("vllm_group_port", "vllm_model_impl", "cache_implementation"), _ENGINE),
     # episodes
     **dict.fromkeys(
         ("environment_factory", "agent_func_path", "environment", "default_agent_loop"),
@@ -142,6 +153,8 @@ FAMILIAR_NAMES: Mapping[str, str] = {
         _CLIP,
     ),
     **dict.fromkeys(("dual_clip", "clip_ratio_c"), "model.update.options.dual_clip"),
+    "buffer_cpu_offload": _UPDATE + "offload",
+    "buffer_limit": "data.batch_size (no response of a rollout is dropped)",
     "aux_loss_coef": _UPDATE + "router_loss_coef",
     "ptx_coef": _UPDATE + "pretraining_coef",
     **dict.fromkeys(
@@ -154,7 +167,10 @@ FAMILIAR_NAMES: Mapping[str, str] = {
     **dict.fromkeys(
         ("top_entropy_quantile", "high_entropy_token_ratio"), _UPDATE + "high_entropy_fraction"
     ),
-    **dict.fromkeys(("loss_type", "policy_loss_type", "loss_mode"), _UPDATE + "loss"),
+    **dict.fromkeys(
+        ("loss_type", "policy_loss_type", "loss_mode", "loss_config"),
+        _UPDATE + "loss (for a RewardModel or DPO model.loss)",
+    ),
     **dict.fromkeys(
         ("loss_agg_mode", "importance_sampling_level"),
         _LEVEL,
@@ -183,14 +199,27 @@ FAMILIAR_NAMES: Mapping[str, str] = {
     ),
     "vllm_generate_batch_size": "model.dynamic_sampling.prompts",
     **dict.fromkeys(
-        ("is_correction_enable", "enable_vllm_is_correction"), "model.importance_sampling"
+        (
+            "is_correction_enable",
+            "enable_vllm_is_correction",
+            "vllm_importance_sampling_correction",
+        ),
+        "model.importance_sampling",
     ),
     **dict.fromkeys(
-        ("is_correction_type", "rollout_is", "rollout_rs"), "model.importance_sampling.mode"
+        ("is_correction_type", "rollout_is", "rollout_rs", "vllm_importance_sampling_mode"),
+        "model.importance_sampling.mode",
     ),
     **dict.fromkeys(
-        ("is_correction_threshold", "rollout_is_threshold"), "model.importance_sampling.high"
+        (
+            "is_correction_threshold",
+            "rollout_is_threshold",
+            "vllm_importance_sampling_clip_max",
+            "vllm_importance_sampling_cap",
+        ),
+        "model.importance_sampling.high",
     ),
+    "vllm_importance_sampling_clip_min": "model.importance_sampling.low",
     "center_rewards_coefficient": "model.center_coef",
     # supervised fine-tuning and preferences
     **dict.fromkeys(
@@ -206,6 +235,8 @@ FAMILIAR_NAMES: Mapping[str, str] = {
     "rpo_alpha": "model.sft_coef",
     # models
     **dict.fromkeys(("model_name_or_path", "pretrain", "model_path"), _POLICY),
+    "model_init_kwargs": "model.policy.init_args (for a RewardModel model.model.init_args)",
+    "processing_class": "model.tokenizer",
     **dict.fromkeys(("critic_pretrain", "value_model"), "model.critic.model"),
     **dict.fromkeys(("peft_config", "use_peft", "lora_r", "lora_rank", "lora_alpha"), _LORA),
     **dict.fromkeys(("lora_dropout", "target_modules"), _LORA),
@@ -249,6 +280,8 @@ FAMILIAR_NAMES: Mapping[str, str] = {
         _REWARDS,
     ),
     "reward_weights": "model.rewards.init_args.weights",
+    "reward_processing_classes": f"{_REWARDS}: lrlhf.rewards.LearnedReward (tokenizer)",
+    **dict.fromkeys(("reward_recipe", "reward_fn_label_map"), "model.rewards.init_args.recipe"),
     "reward_fn_key": "model.rewards.init_args.label_column",
     **dict.fromkeys(("overlong_buffer", "overlong_buffer_len"), _OVERLONG),
     **dict.fromkeys(("overlong_penalty_factor", "overlong_buffer_penalty_factor"), _OVERLONG),
@@ -290,6 +323,8 @@ FAMILIAR_NAMES: Mapping[str, str] = {
     "max_samples": "trainer.limit_train_batches",
     "max_eval_samples": "trainer.limit_val_batches",
     "chat_template_path": "data.chat_template",
+    "chat_template_kwargs": "data.chat_template_kwargs",
+    "pad_to_multiple_of": "nothing (rows are packed, or padded to the longest)",
     "apply_chat_template": "data.as_chat",
     "system_prompt": "data.system_prompt",
     # the run
@@ -301,10 +336,13 @@ FAMILIAR_NAMES: Mapping[str, str] = {
     **dict.fromkeys(
         ("run_name", "wandb_run_name", "experiment_name"), "trainer.logger.init_args.name"
     ),
+    "wandb_org": "trainer.logger.init_args.entity",
+    "wandb_group": "trainer.logger.init_args.group",
     **dict.fromkeys(("logging_steps", "logging_strategy"), "trainer.log_every_n_steps"),
     **dict.fromkeys(
         (
             "log_completions",
+            "log_unique_prompts",
             "num_completions_to_print",
             "save_trajectories",
             "num_trajectories_to_save",
@@ -323,11 +361,13 @@ FAMILIAR_NAMES: Mapping[str, str] = {
             "load_best_model_at_end",
             "max_num",
             "max_ckpt_num",
+            "max_ckpt_mem",
             "max_actor_ckpt_to_keep",
             "best_metric_key",
         ),
         _CHECKPOINTS,
     ),
+    "disable_ds_ckpt": f"{_CHECKPOINTS} (save_weights_only)",
     "validation_data_dir": "trainer.callbacks: lrlhf.callbacks.EvalJSONL",
     **dict.fromkeys(("enable_ema", "ema_beta"), "trainer.callbacks: lrlhf.callbacks.EMA"),
     **dict.fromkeys(("eval_steps", "eval_strategy", "test_freq"), "trainer.val_check_interval"),
@@ -342,7 +382,16 @@ FAMILIAR_NAMES: Mapping[str, str] = {
         ("resume_from_checkpoint", "load_enable", "load_checkpoint", "resume_mode"), "ckpt_path"
     ),
     **dict.fromkeys(
-        ("deepspeed", "zero_stage", "fsdp", "fsdp_config", "adam_offload"), "trainer.strategy"
+        (
+            "deepspeed",
+            "zero_stage",
+            "fsdp",
+            "fsdp_config",
+            "adam_offload",
+            "ds3_gather_for_generation",
+            "partition_spec",
+        ),
+        "trainer.strategy",
     ),
     **dict.fromkeys(("n_gpus_per_node", "num_gpus_per_node", "num_processes"), "trainer.devices"),
     **dict.fromkeys(("nnodes", "num_machines"), "trainer.num_nodes"),

@@ -208,6 +208,8 @@ class PreferenceBatch(TensorBatch):
     """Where each row stands in the data, such as ``pairs.jsonl:17``; None: nowhere."""
     said: tuple[tuple[str, str, str] | None, ...] | None = None
     """Prompt and answers as the row has them, where the tokens do not give them back."""
+    prompt_ids: Int[Tensor, " B"] | None = None
+    """Rows with equal ids are about the same prompt; None: each has its own."""
 
     host: PreferenceBatch | None = None
     """The batch in main memory that this one is a copy of on a device; None: this is it."""

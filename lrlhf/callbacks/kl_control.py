@@ -27,7 +27,9 @@ class KLControl(KeepsArguments, L.Callback):
     iteration was trained with.
 
     Args:
-        mode: ``adaptive``, or ``fixed`` to keep the coefficient at ``init_coef``.
+        mode: ``adaptive``, or ``fixed`` to keep the coefficient at ``init_coef``: that of the
+            configuration, also where a resumed run has another. An adaptive one goes on from the
+            checkpoint's.
         init_coef: Coefficient of the first iteration; None: the module's own.
         target: KL per response to hold, in nats summed over its tokens (``kl/sequence``).
         horizon: Responses over which a persistent error of 20 % changes the coefficient by
@@ -86,7 +88,7 @@ class KLControl(KeepsArguments, L.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         # a fixed coefficient is what the configuration says, also after a resume
-        if self.mode == "adaptive" or self.init_coef is None:
+        if self.mode == "adaptive":
             self._coef = state_dict["coef"]
 
     def _adapted(self, trainer: L.Trainer, module: KLPenalized) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import platform
 import re
 from collections import defaultdict
@@ -28,6 +29,7 @@ from lrlhf.modules.contracts import Measured
 from lrlhf.modules.metrics.reward_metrics import accuracy_metrics
 from lrlhf.run.hidden_values import without_secrets
 from lrlhf.statistics import mean_interval
+from lrlhf.statistics.intervals import likely_bounds
 from lrlhf.statistics.temperatures import temperature_prefix
 
 CURVES = "training_curves.png"
@@ -269,23 +271,24 @@ def _of_texts(subset: str, records: Sequence[Mapping[str, Any]]) -> Iterator[_Fi
 
 
 def _mean(subset: str, name: str, values: Sequence[float], clusters: Sequence[Hashable]) -> _Figure:
-    told = mean_interval(values, clusters)
-    # values that are all alike tell nothing of their spread
-    known = told.low < told.high
-    low, high = (told.low, told.high) if known else (None, None)
+    told = mean_interval(values, clusters, bounds=likely_bounds(values))
+    low, high = (None, None) if math.isnan(told.low) else (told.low, told.high)
     return _Figure(subset, name, told.mean, low, high, told.number)
 
 
 def _of_reward_model(subset: str, records: Sequence[Mapping[str, Any]]) -> Iterator[_Figure]:
     """Accuracy of each head on the pairs that have a preference."""
-    gaps: dict[str, list[float]] = defaultdict(list)
-    for record in records:
+    gaps: dict[str, list[tuple[float, int | str]]] = defaultdict(list)
+    for index, record in enumerate(records):
+        known = record.get("prompt_id")
+        prompt = f"pair {index}" if known is None else known
         for head, label in record["labels"].items():
             first, second = record["scores0"].get(head), record["scores1"].get(head)
             if label and first is not None and second is not None:
-                gaps[head].append((first - second) * label)
+                gaps[head].append(((first - second) * label, prompt))
     for head, found in gaps.items():
-        told = accuracy_metrics(torch.tensor(found))
+        values, prompts = zip(*found, strict=True)
+        told = accuracy_metrics(torch.tensor(values), prompts)
         name = f"accuracy of {head}" if len(gaps) > 1 else "accuracy"
         low, high = told["accuracy_low"], told["accuracy_high"]
         yield _Figure(subset, name, told["accuracy"], low, high, len(found))

@@ -6,7 +6,7 @@ import copy
 import os
 import pickle
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -74,6 +74,7 @@ class RayRewards(Rewards):
         limited: bool = True,
         on_request: Mapping[str, Sequence[Any]] | None = None,
         failed: Mapping[int, str] | None = None,
+        group_ids: Sequence[Hashable] | None = None,
     ) -> RewardResult:
         """Score responses, see `Rewards.score`."""
         self.prepare()
@@ -89,6 +90,7 @@ class RayRewards(Rewards):
                 limited=limited,
                 on_request={"episodes": told} if told else None,
                 failed=failed,
+                group_ids=group_ids,
                 beside_a_run=self._beside_a_run,
             )
         )

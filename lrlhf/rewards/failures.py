@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lrlhf.rewards.function import RewardError
+from lrlhf.rewards.function_weights import Score
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,12 @@ class Failures:
             self._logged.add(summary)
             logger.error("reward function %s", failure)
 
+    def warn(self, text: str) -> None:
+        """Log what is no failure and should be known, once."""
+        if text not in self._logged:
+            self._logged.add(text)
+            logger.warning("%s", text)
+
     def check(self, failures: Mapping[str, str]) -> None:
         """Look whether one of the functions that failed now has failed too often.
 
@@ -79,7 +86,7 @@ def explain(error: BaseException) -> str:
 
 
 def check_quota(
-    scores: Float[Tensor, " B"],
+    score: Score,
     per_function: Float[Tensor, "B K"],
     weights: Float[Tensor, "B K"],
     *,
@@ -87,10 +94,10 @@ def check_quota(
     failures: Sequence[str],
     allowed: float,
 ) -> None:
-    """Look whether enough responses of a batch have a score.
+    """Look whether enough responses of a batch have a score, of those that a function applies to.
 
     Args:
-        scores: NaN: none.
+        score: Of the responses.
         per_function: Values of the functions; NaN: none.
         weights: NaN: a function was not asked.
         names: Of the functions.
@@ -100,9 +107,9 @@ def check_quota(
     Raises:
         RewardError: More of it does.
     """
-    unscorable = scores.isnan()
+    unscorable = score.sums.isnan() & ~score.inapplicable
     count = int(unscorable.sum())
-    if count <= allowed * len(scores):
+    if count <= allowed * len(unscorable):
         return
     wanted = weights.isfinite() & (weights != 0)
     silent = (per_function.isnan() & wanted & unscorable[:, None]).sum(dim=0)
@@ -111,12 +118,12 @@ def check_quota(
         for name, missing in zip(names, silent.tolist(), strict=True)
         if missing
     )
-    first = failures[0] if failures else "none: the functions returned None"
+    first = failures[0] if failures else "none: the functions had no value"
     several = len(names) > 1
     # which may return None for a response that they have nothing to say about
     advice = "list those whose value may be missing under optional, " if several else ""
     raise RewardError(
-        f"{'not every' if several else 'no'} reward could score {count} of {len(scores)} "
+        f"{'not every' if several else 'no'} reward could score {count} of {len(unscorable)} "
         f"responses (the first is response {int(unscorable.nonzero()[0])}; allowed: "
         f"{allowed:.0%}). Functions: {blame}. Repair them, give them "
         f"more time with timeout, {advice}or accept more with max_unscorable_fraction. First "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -65,7 +66,7 @@ def completion_segments(completion: Completion) -> tuple[TextSegment, ...]:
 
 
 RewardValues = Sequence[float | None]
-"""One number per response; None: this function has no value for the response."""
+"""One number per response; None: this function does not apply to the response."""
 
 LogMetric = Callable[[str, float], None]
 LogExtra = Callable[[str, Sequence[Any]], None]
@@ -93,12 +94,12 @@ class NoSiblingsError(RewardError):
 
 
 class PartialValues(list[float | None]):
-    """Values of which some are missing, or stand in for others, for a reason to be reported.
+    """Values of which some are missing, or stand in for others.
 
     Args:
-        values: One per response.
-        failure: The reason, for the log; the last line sums it up.
-        failed: To how many responses the reason applies; None: to all without a value.
+        values: One per response; NaN: it is missing, None: the function does not apply.
+        failure: The reason to be reported; the last line sums it up. Empty: there is none.
+        failed: To how many responses the reason applies; None: to all whose value is missing.
     """
 
     def __init__(
@@ -106,7 +107,8 @@ class PartialValues(list[float | None]):
     ) -> None:
         super().__init__(values)
         self.failure = failure
-        self.failed = sum(value is None for value in self) if failed is None else failed
+        missing = (value is not None and math.isnan(value) for value in self)
+        self.failed = sum(missing) if failed is None else failed
 
 
 class StepReward(NamedTuple):
@@ -159,6 +161,9 @@ class RewardFunction(KeepsArguments, ABC):
     gives_steps: ClassVar[bool] = False
     """It returns `StepValues`."""
 
+    none_is_missing: ClassVar[bool] = False
+    """Its None says that it could not score a response, and not that it does not apply to it."""
+
     forwards_columns: ClassVar[bool] = False
     """What it is given goes to a function of the user's, which may use all of it."""
 
@@ -200,9 +205,9 @@ class RewardFunction(KeepsArguments, ABC):
         """Score every response.
 
         Args:
-            prompts: Text or the turns of a chat, one per response.
-            completions: The responses: text, or the assistant's turns where the prompt is a chat;
-                see `Completion`.
+            prompts: Text, or the list of turns of a chat, one per response.
+            completions: The responses: text, or a list of the assistant's turns where the prompt is
+                a chat, so that ``prompt + completion`` is the whole; see `Completion`.
             completion_ids: Token ids of the responses as the engine returned them, given ones
                 included.
             log_metric: ``log_metric(name, value)`` logs a number under ``rewards/<name>``,
@@ -214,8 +219,8 @@ class RewardFunction(KeepsArguments, ABC):
                 in it, see ``inputs`` of `Rewards`.
 
         Returns:
-            One finite number per response, or None where it has none. The response then has no
-            score at all, unless the function is among the optional ones of `Rewards`.
+            One finite number per response, or None for all responses to a prompt to which it does
+            not apply: then the other functions decide, see `Rewards`.
         """
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lrlhf.rewards.function import RewardError, did_you_mean
@@ -114,30 +115,50 @@ def weights_by_label(names: Sequence[str], recipe: Recipe, label_column: str) ->
     return Weights(names, by_label, label_column)
 
 
+class Score(NamedTuple):
+    """Sums of responses, and why some have none."""
+
+    sums: Float[Tensor, " B"]
+    """NaN: a value is missing, or nothing counts."""
+    inapplicable: Bool[Tensor, " B"]
+    """Every function that was asked about the response declined, and none failed."""
+    mixed: Bool[Tensor, "B K"]
+    """A function declined some responses of the group and scored others."""
+
+
 def weighted_sum(
     per_function: Float[Tensor, "B K"],
     weights: Float[Tensor, "B K"],
     *,
     optional: Bool[Tensor, " K"],
-) -> Float[Tensor, " B"]:
+    declined: Bool[Tensor, "B K"],
+    groups: Int[Tensor, " B"],
+) -> Score:
     """Add up what counts, per response.
 
-    A sum without one of its parts cannot be compared with others: beside a penalty, it would rank
-    a response that a reward model failed to score above those that it scored low.
+    A function that declines all responses to a prompt does not apply to it, and the others decide.
+    Otherwise a sum without one of its parts cannot be compared with those of the same prompt:
+    beside a penalty, it would rank a response that a reward model failed to score above those that
+    it scored low. So a group has no scores in which a function declines some responses and scores
+    others.
 
     Args:
         per_function: Values, NaN where a function has none.
         weights: NaN where a function was not asked; a weight of 0 only logs.
         optional: The functions whose value may be missing, so that the others' count alone.
+        declined: Where a function says that it does not apply.
+        groups: Numbers of the prompts that the responses belong to, from 0.
 
     Returns:
-        Float32 sums; NaN where a value is missing that is not optional, or where nothing counts.
+        Float32 sums, NaN where there is none.
 
     Raises:
         RewardError: A sum is too large for float32.
     """
     wanted = weights.isfinite() & (weights != 0)
     counts = per_function.isfinite() & wanted
+    silent = declined & wanted
+    mixed = _in_group(counts, groups) & _in_group(silent, groups) & ~optional
     terms = torch.where(counts, per_function.double() * weights, 0.0)
     scores = terms.sum(dim=1).float()
     if scores.isinf().any():
@@ -146,8 +167,17 @@ def weighted_sum(
             f"the weighted rewards of response {row} add up to more than float32 can hold: "
             f"{per_function[row].tolist()}; scale the reward functions down"
         )
-    complete = (counts | ~wanted | optional).all(dim=1)
-    return torch.where(complete & counts.any(dim=1), scores, torch.nan)
+    complete = (counts | ~wanted | optional | silent).all(dim=1) & ~mixed.any(dim=1)
+    inapplicable = wanted.any(dim=1) & (silent | ~wanted).all(dim=1) & ~mixed.any(dim=1)
+    sums = torch.where(complete & counts.any(dim=1), scores, torch.nan)
+    return Score(sums, inapplicable, mixed)
+
+
+def _in_group(found: Bool[Tensor, "B K"], groups: Int[Tensor, " B"]) -> Bool[Tensor, "B K"]:
+    """Return what is true of any response of each one's group."""
+    number = int(groups.max()) + 1 if len(groups) else 0
+    sums = torch.zeros(number, found.shape[1]).index_add(0, groups, found.float())
+    return sums[groups] > 0
 
 
 def check_known(given: Iterable[str], names: Sequence[str], where: str) -> None:

@@ -30,7 +30,9 @@ from lrlhf.rewards.function import (
 )
 from lrlhf.rewards.learned_rows import (
     Row,
+    SpecialTokens,
     as_text,
+    check_special_tokens,
     in_place,
     padded,
     resolve_device,
@@ -81,8 +83,7 @@ class LearnedReward(OwnModelReward[_Loaded]):
     """The score that a trained reward model gives to prompt and response.
 
     The model reads text, through its own tokenizer and chat template, so that it may be of another
-    family than the policy. Plain text is ended with the end-of-sequence token, as it was when the
-    model was trained by ``RewardModel``. The model is frozen, and loaded at the first use.
+    family than the policy. The model is frozen, and loaded at the first use.
     A multimodal reward model is shown the prompts' images, videos and audio, through its own
     processor; a text model reads the text parts of such prompts. Responses that are too long for
     it get no score, and ``rewards/learned/too_long`` counts them; nothing is cut.
@@ -100,6 +101,9 @@ class LearnedReward(OwnModelReward[_Loaded]):
         attn_implementation: As in ``from_pretrained`` of ``transformers``.
         trust_remote_code: Run Python code that comes with the model.
         offload: Keep the model in main memory between two calls.
+        special_tokens: Around texts that are no chats: ``with_eos``, what the tokenizer puts there
+            and the end-of-sequence token, as ``RewardModel`` trains; ``tokenizer``, only the first;
+            ``none``, as TRL's ``RLOOTrainer`` scores.
     """
 
     def __init__(  # noqa: PLR0913  the keys of a user's config
@@ -115,7 +119,9 @@ class LearnedReward(OwnModelReward[_Loaded]):
         attn_implementation: str | None = None,
         trust_remote_code: bool = False,
         offload: bool = False,
+        special_tokens: SpecialTokens = "with_eos",
     ) -> None:
+        check_special_tokens(special_tokens)
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; it must be 1 or more")
         if max_tokens is not None and max_tokens < 1:
@@ -131,6 +137,7 @@ class LearnedReward(OwnModelReward[_Loaded]):
         self._attn_implementation = attn_implementation
         self._trust_remote_code = trust_remote_code
         self._offload = offload
+        self._special_tokens = special_tokens
         self._start_afresh()
 
     @classmethod
@@ -167,7 +174,9 @@ class LearnedReward(OwnModelReward[_Loaded]):
             source=self._source,
             heads=loaded.network.head_names,
             head=loaded.network.head_names[loaded.head],
-            fingerprint=_fingerprint(loaded.network, repr(settings)),
+            fingerprint=_fingerprint(
+                loaded.network, repr(settings) + ("" if self._ends_text else self._special_tokens)
+            ),
             marks=TextMarks(
                 padding=tuple(
                     str(mark) for mark in (tokenizer.pad_token, tokenizer.eos_token) if mark
@@ -222,6 +231,10 @@ class LearnedReward(OwnModelReward[_Loaded]):
                     scores[row] = score
         return scores
 
+    @property
+    def _ends_text(self) -> bool:
+        return self._special_tokens == "with_eos"
+
     def _load(self) -> _Loaded:
         network = RewardNetwork.from_pretrained(
             self._source,
@@ -268,14 +281,16 @@ class LearnedReward(OwnModelReward[_Loaded]):
             prompt = tuple(as_text(turn) for turn in prompt)
         text = written(tokenizer, self._chat_template, prompt, completion, source=self._source)
         if loaded.processor is None or not shown:
-            return Row(text_ids(tokenizer, text, chat=chat))
-        if not chat:
+            marks = self._special_tokens
+            return Row(text_ids(tokenizer, text, chat=chat, special_tokens=marks))
+        if not chat and self._ends_text:
             end_text = str(tokenizer.eos_token or "")
             text = text.removesuffix(end_text) + end_text
+        complete = chat or self._special_tokens == "none"
         try:
             return Row(
                 *loaded.processor.encode(
-                    text, shown.images, shown.videos, shown.audios, complete=chat
+                    text, shown.images, shown.videos, shown.audios, complete=complete
                 )
             )
         except MediaError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import nn
@@ -16,6 +16,8 @@ from lrlhf.models import TEMPLATE_ERRORS, reader_of, split_messages
 from lrlhf.rewards.function import Completion, RewardError, completion_text, content_text
 from lrlhf.types import Media, Message, Prompt, SequenceBatch
 
+SpecialTokens = Literal["with_eos", "tokenizer", "none"]
+"""What stands around a plain text: the tokenizer's marks and an end, these marks, or nothing."""
 _NO_LIMIT = 10**9  # tokenizers without a limit name one of 30 digits
 
 
@@ -86,11 +88,35 @@ def encoded(tokenizer: PreTrainedTokenizerBase, text: str, *, specials: bool) ->
     return ids[1:] if doubled else ids
 
 
-def text_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool) -> list[int]:
-    """Tokenize prompt and response as ``RewardModel`` does; text that is no chat gets an end."""
-    ids = encoded(tokenizer, text, specials=not chat)
+def check_special_tokens(value: str) -> None:
+    """Refuse what is none of `SpecialTokens`.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if value not in (known := get_args(SpecialTokens)):
+        raise ValueError(f"special_tokens is {value!r}; it must be one of {', '.join(known)}")
+
+
+def text_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    *,
+    chat: bool,
+    special_tokens: SpecialTokens = "with_eos",
+) -> list[int]:
+    """Tokenize prompt and response; a chat has its special tokens from its template.
+
+    Args:
+        tokenizer: The reward model's.
+        text: Of both.
+        chat: Whether a template has rendered it.
+        special_tokens: Of other text; the default is what ``RewardModel`` trains on.
+    """
+    ids = encoded(tokenizer, text, specials=not chat and special_tokens != "none")
     end = tokenizer.eos_token_id
-    return ids if chat or end is None or ids[-1:] == [end] else [*ids, end]
+    ended = chat or special_tokens != "with_eos" or end is None or ids[-1:] == [end]
+    return ids if ended else [*ids, end]
 
 
 def written(

@@ -9,7 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from lrlhf.functional.names import import_function
+from transformers import PreTrainedModel
+
+from lrlhf.functional.names import import_function, unknown_name
 from lrlhf.rewards.function import (
     OF_EPISODES,
     OF_RUNS,
@@ -137,6 +139,12 @@ def chosen_arguments(
         chosen = {p.name: available[p.name] for p in parameters if p.name in available}
     for needed in _required(parameters):
         if needed not in available:
+            if needed == "trainer_state":
+                raise MissingColumnError(
+                    f"reward function {name!r} takes TRL's trainer_state, which is not there: take "
+                    "step and max_steps, lists with one entry per response (state.global_step is "
+                    "step[0]), or give trainer_state a default of None"
+                )
             columns = sorted(set(available) - {*RESERVED, *OF_RUNS})
             raise MissingColumnError(
                 f"reward function {name!r} takes an argument {needed!r}, and the data has no such "
@@ -248,6 +256,10 @@ def _required(parameters: Iterable[inspect.Parameter]) -> list[str]:
 def _find(given: NamedFunction) -> Callable[..., Any]:
     function: Any = given
     if isinstance(given, str):
+        is_path = "." in given and all(map(str.isidentifier, given.split(".")))
+        if given not in BUILTINS and not is_path:
+            unknown = unknown_name("reward function", given, BUILTINS)
+            raise ValueError(f"{unknown}. If it names a model, {_for_model(given)}")
         function = BUILTINS.get(given) or import_function("reward function", given, BUILTINS)
     if isinstance(function, type):
         if needed := _required(inspect.signature(function).parameters.values()):
@@ -256,12 +268,24 @@ def _find(given: NamedFunction) -> Callable[..., Any]:
                 f"`class_path: {function.__module__}.{function.__qualname__}` with `init_args`"
             )
         function = function()
+    if isinstance(function, PreTrainedModel):
+        raise ValueError(
+            f"a {type(function).__name__} is a model and no reward function: save it and its "
+            f"tokenizer to a folder and {_for_model(function.name_or_path or 'folder')}"
+        )
     if not callable(function):
         raise ValueError(
             f"reward function {given!r} cannot be called; give a function, an object with "
             "__call__, an import path, or class_path and init_args"
         )
     return function  # type: ignore[no-any-return]
+
+
+def _for_model(source: str) -> str:
+    return (
+        f"take LearnedReward(source={source!r}), in a config `class_path: LearnedReward` with "
+        f"`init_args: {{source: {source}}}`"
+    )
 
 
 def _check_signature(name: str, function: Callable[..., Any]) -> None:

@@ -14,6 +14,7 @@ class OwnModelReward(CopiesStartAfresh, Generic[LoadedT]):
     """A reward with a model that is loaded at the first use, and by each copy on its own device."""
 
     ends_by_itself: ClassVar[bool] = True
+    none_is_missing: ClassVar[bool] = True
     _not_copied = ("_loaded",)
 
     def _start_afresh(self) -> None:

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lrlhf.rewards.function import RewardError, StepReward, StepValues
+from lrlhf.rewards.function import PartialValues, RewardError, StepReward, StepValues
 
 _LARGEST = torch.finfo(torch.float32).max
 _MAX_SHOWN = 60
@@ -24,6 +24,8 @@ class CheckedValues(NamedTuple):
     """One number per response, NaN where there is none."""
 
     values: list[float]
+    declined: list[bool]
+    """Where the function returned None."""
     bad: int
     """How many values were no finite numbers, and not None."""
     malformed: str
@@ -39,7 +41,8 @@ def check_values(returned: Any, *, function: str, rows: Sequence[int]) -> Checke
         rows: Positions in the batch of the responses that it was given, for the errors.
 
     Returns:
-        NaN for None, and for what is no finite number, which is reported as malformed.
+        NaN for None, and for what is no finite number, which is reported as malformed unless it is
+        a missing one of `PartialValues`.
 
     Raises:
         RewardError: There is not exactly one value per response, so that no value can be
@@ -52,8 +55,11 @@ def check_values(returned: Any, *, function: str, rows: Sequence[int]) -> Checke
             f"responses (position {min(len(entries), len(rows))} has no counterpart); return one "
             "number or None per response, in their order"
         )
+    declined = [entry is None for entry in entries]
     values = [math.nan if entry is None else finite_number(entry) for entry in entries]
     bad = [row for row, value in enumerate(values) if value is None]
+    if isinstance(returned, PartialValues):
+        bad = [row for row in bad if entries[row] == entries[row]]  # NaN alone is not itself
     malformed = ""
     if bad:
         first = entries[bad[0]]
@@ -62,7 +68,7 @@ def check_values(returned: Any, *, function: str, rows: Sequence[int]) -> Checke
             f"first at position {rows[bad[0]]}: {shorten(first)} ({type(first).__name__})"
         )
     numbers_found = [math.nan if value is None else value for value in values]
-    return CheckedValues(numbers_found, len(bad), malformed)
+    return CheckedValues(numbers_found, declined, len(bad), malformed)
 
 
 def _entries(returned: Any, function: str, count: int) -> Sequence[Any]:

@@ -6,11 +6,11 @@ import copy
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from lrlhf.arguments import KeepsArguments
@@ -28,6 +28,7 @@ from lrlhf.rewards.function import (
     first_of,
 )
 from lrlhf.rewards.function_weights import (
+    Score,
     check_known,
     same_weights,
     weighted_sum,
@@ -51,10 +52,12 @@ from lrlhf.rewards.reward_values import (
     check_values,
     weighted_steps,
 )
-from lrlhf.types import Prompt
+from lrlhf.types import Message, Prompt
 
 _TIMEOUT_S = 1800.0
 """For functions that may hang; far more than work takes."""
+_NONE_APPLIES = "all of them"
+"""Counts as a function that fails where no function applies to a batch."""
 
 
 class _Asked(NamedTuple):
@@ -71,6 +74,8 @@ class _Answer(NamedTuple):
     asked: _Asked
     values: list[float]
     """One per row that it was asked about; NaN: none."""
+    declined: list[bool]
+    """Of each row, whether the function says that it does not apply."""
     failure: str
     logged: Logged
     outcome: Outcome
@@ -79,11 +84,14 @@ class _Answer(NamedTuple):
 class Rewards(KeepsArguments):
     """Scores responses with several functions at once.
 
-    The score of a response is the weighted sum of what the functions return for it. A response
-    for which a function returns None has no score, as its sum would lack a part, unless the
-    function is among ``optional``: then the others count alone. A function that raises, runs out
-    of time or returns no number leaves its responses without its value in the same way, and is
-    reported. Functions with weight 0, and those that the recipe does not ask, are never missed.
+    The score of a response is the weighted sum of what the functions return for it. A function that
+    returns None for all responses to a prompt does not apply to it: the others count alone, and
+    where every function does so, the prompt is left out and counted. A function that returns None
+    for some of them and numbers for others leaves the whole group without scores, as their sums
+    could not be compared. One that raises, runs out of time or returns no number leaves its
+    responses without a score, and is reported. In both cases those that are ``optional`` are
+    not missed: the others count alone. Functions with weight 0, and those that the recipe does not
+    ask, are never missed.
 
     Args:
         functions: List of reward functions: an import path (``my_rewards.brevity``), the short
@@ -93,7 +101,8 @@ class Rewards(KeepsArguments):
         timeout: Seconds that each function may take for a batch; null: no limit. ``auto`` is half
             an hour, and no limit for those that end by themselves: learned, remote and isolated
             rewards.
-        max_unscorable_fraction: Stop if more than this part of a batch has no score.
+        max_unscorable_fraction: Stop if more than this part of a batch has no score although a
+            function applies to it.
         max_failures: Stop if a function fails in so many batches of the run, where a batch that
             fails in part counts as that part, and ten without failure make up for one; null:
             never. A resumed run counts anew.
@@ -205,6 +214,7 @@ class Rewards(KeepsArguments):
         limited: bool = True,
         on_request: Mapping[str, Sequence[Any]] | None = None,
         failed: Mapping[int, str] | None = None,
+        group_ids: Sequence[Hashable] | None = None,
     ) -> RewardResult:
         """Score responses.
 
@@ -219,6 +229,7 @@ class Rewards(KeepsArguments):
                 signature names them.
             failed: Responses that no function is asked about, as something went wrong with them
                 before; and what.
+            group_ids: What the responses to one prompt have in common; None: the prompt.
 
         Raises:
             RewardError: Too many responses without a score, a function that fails again and
@@ -236,7 +247,8 @@ class Rewards(KeepsArguments):
         weights[[*(failed or {})]] = math.nan
         given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         answers = self._answers(weights, given, columns, on_request or {}, lost=bool(failed))
-        return self._combine(answers, weights, failed or {}, limited=limited)
+        groups = _numbered(map(repr, prompts) if group_ids is None else group_ids)
+        return self._combine(answers, weights, groups, failed or {}, limited=limited)
 
     def _answers(
         self,
@@ -276,7 +288,7 @@ class Rewards(KeepsArguments):
     ) -> Call:
         """Return what is called, with the rows that are asked about in lists of its own."""
         name, function = entry.bound
-        signature = inspect.signature(function)
+        prompts, signature = given["prompts"], inspect.signature(function)
         wanted = {name: on_request[name] for name in on_request if name in signature.parameters}
         names = {column: None for row in entry.rows for column in columns[row]}
         available = {
@@ -285,6 +297,7 @@ class Rewards(KeepsArguments):
                 argument: [values[row] for row in entry.rows]
                 for argument, values in {**given, **wanted}.items()
             },
+            "prompts": [_own_turns(prompts[row]) for row in entry.rows],
             "log_metric": entry.journal.log_metric,
             "log_extra": entry.journal.log_extra,
         }
@@ -306,11 +319,13 @@ class Rewards(KeepsArguments):
         self,
         answers: Sequence[_Answer],
         weights: Float[Tensor, "B K"],
+        groups: Int[Tensor, " B"],
         failed: Mapping[int, str],
         *,
         limited: bool,
     ) -> RewardResult:
         per_function = torch.full(weights.shape, math.nan, dtype=torch.float32)
+        declined = torch.zeros(weights.shape, dtype=torch.bool)
         metrics, extras = self._logged(answers, len(weights))
         failures: dict[str, str] = {}
         if failed:
@@ -321,14 +336,18 @@ class Rewards(KeepsArguments):
             name = answer.asked.bound.name
             values = torch.tensor(answer.values, dtype=torch.float32)
             per_function[answer.asked.rows, self.names.index(name)] = values
+            declined[answer.asked.rows, self.names.index(name)] = torch.tensor(answer.declined)
             if answer.failure:
                 failures[name] = f"{name}: {answer.failure}"
                 self._failures.log(failures[name])
-        scores = weighted_sum(per_function, weights, optional=self._optional)
+        score = weighted_sum(
+            per_function, weights, optional=self._optional, declined=declined, groups=groups
+        )
+        self._report(score, failures)
         self._failures.check(failures)
         if limited:
             check_quota(
-                scores,
+                score,
                 per_function,
                 weights,
                 names=self.names,
@@ -341,11 +360,17 @@ class Rewards(KeepsArguments):
             f"{name}/unscored_fraction": fraction
             for name, fraction in zip(self.names, missing.tolist(), strict=True)
         }
+        mixed = {
+            f"{name}/mixed_fraction": fraction
+            for name, fraction in zip(
+                self.names, score.mixed.double().mean(0).tolist(), strict=True
+            )
+        }
         return RewardResult(
-            scores=scores,
+            scores=score.sums,
             per_function=per_function,
             names=self.names,
-            metrics=metrics | unscored,
+            metrics=metrics | unscored | mixed,
             extras=extras,
             failures=[*failures.values()],
             seconds={answer.asked.bound.name: answer.outcome.seconds for answer in answers},
@@ -353,6 +378,30 @@ class Rewards(KeepsArguments):
             turn_weights=(weights.nan_to_num(nan=0.0) * self._of_turns).sum(dim=1),
             step_rewards=self._steps(answers, weights) if self._looks_at_steps else None,
         )
+
+    def _report(self, score: Score, failures: dict[str, str]) -> None:
+        """Say which functions apply to a part of a group, and whether none applies to a response.
+
+        A batch that no function applies to counts as a failure: nothing is learnt from it.
+        """
+        for name, mixed in zip(self.names, score.mixed.any(dim=0).tolist(), strict=True):
+            if mixed:
+                reason = (
+                    f"{name}: returned None for some responses to a prompt and numbers for others, "
+                    "which leaves all of them without a score: return None for all responses to a "
+                    "prompt that the function does not apply to, or list it under optional"
+                )
+                failures[name] = "\n".join([reason, *filter(None, [failures.get(name)])])
+                self._failures.log(reason)
+        everywhere = bool(len(score.sums) and score.inapplicable.all())
+        self._failures.count(_NONE_APPLIES, float(everywhere))
+        if everywhere:
+            failures[_NONE_APPLIES] = f"each returned None for all {len(score.sums)} responses"
+        if score.inapplicable.any():
+            self._failures.warn(
+                "no reward function applies to some responses: all returned None. They are left "
+                "out of training and counted (rollout/unscorable_fraction)"
+            )
 
     def _steps(
         self, answers: Sequence[_Answer], weights: Float[Tensor, "B K"]
@@ -371,7 +420,7 @@ class Rewards(KeepsArguments):
         """
         logged = entry.journal.close()
         if lost and isinstance(outcome.error, NoSiblingsError):
-            outcome = Outcome([None] * len(entry.rows), None)
+            outcome = Outcome(PartialValues([math.nan] * len(entry.rows), "", failed=0), None)
         name, error = entry.bound.name, outcome.error
         if isinstance(error, RewardError):
             # a class of the user's own may have another constructor
@@ -379,14 +428,16 @@ class Rewards(KeepsArguments):
             raise kind(f"reward function {name!r}: {error}") from error
         if error is not None:
             self._failures.count(name, 1.0)
-            nothing = [math.nan] * len(entry.rows)
-            return _Answer(entry, nothing, explain(error), logged, outcome)
-        values, bad, failure = check_values(outcome.value, function=name, rows=entry.rows)
+            nothing, none = [math.nan] * len(entry.rows), [False] * len(entry.rows)
+            return _Answer(entry, nothing, none, explain(error), logged, outcome)
+        values, declined, bad, failure = check_values(outcome.value, function=name, rows=entry.rows)
+        if isinstance(entry.bound.function, RewardFunction):
+            declined = [row and not entry.bound.function.none_is_missing for row in declined]
         if isinstance(outcome.value, PartialValues):
             failure = "\n".join(filter(None, (failure, outcome.value.failure)))
             bad += outcome.value.failed
         self._failures.count(name, bad / len(entry.rows))
-        return _Answer(entry, values, failure, logged, outcome)
+        return _Answer(entry, values, declined, failure, logged, outcome)
 
     def _logged(
         self, answers: Sequence[_Answer], count: int
@@ -395,7 +446,7 @@ class Rewards(KeepsArguments):
         metrics: dict[str, list[float]] = defaultdict(list)
         extras: dict[str, list[Any]] = {}
         prefixes = metric_prefixes(self._functions)
-        for entry, _, _, logged, _ in answers:
+        for entry, _, _, _, logged, _ in answers:
             for metric, numbers in logged.metrics.items():
                 metrics[prefixes[entry.bound.name] + metric] += numbers
             for column, values in logged.extras.items():
@@ -406,6 +457,16 @@ class Rewards(KeepsArguments):
                     extras[name][row] = value
         means = {name: math.fsum(numbers) / len(numbers) for name, numbers in metrics.items()}
         return means, extras
+
+
+def _own_turns(prompt: Prompt) -> str | list[Message]:
+    """Return the turns of a chat as a list, to which a function may add its own."""
+    return prompt if isinstance(prompt, str) else [*prompt]
+
+
+def _numbered(groups: Iterable[Hashable]) -> Int[Tensor, " B"]:
+    numbers: dict[Hashable, int] = {}
+    return torch.tensor([numbers.setdefault(group, len(numbers)) for group in groups]).long()
 
 
 def as_rewards(given: object) -> Rewards:

@@ -149,6 +149,7 @@ class Collector:
                         {"truncated": cut, **columns[group]}
                         for group, cut in zip(groups, rollout.truncated.tolist(), strict=True)
                     ],
+                    "group_ids": groups,
                     **further,
                 }
                 rewards = self._rewards.score(**asked, limited=limited)

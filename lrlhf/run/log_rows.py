@@ -45,11 +45,14 @@ class ResumableLog(Protocol):
 class LogRows(L.Callback):
     """Keeps the positions of the loggers, and the row that is about to be written, in checkpoints.
 
-    It stands before all other callbacks: rows of theirs at the start would be forgotten else.
+    It stands before all other callbacks: rows of theirs at the start would be forgotten else. An
+    evaluation before training, which Lightning takes for a check of the code and does not log,
+    becomes the row of step 0.
     """
 
     def __init__(self) -> None:
         self._loaded: dict[str, Any] | None = None
+        self._before_training: dict[str, Any] = {}
         self._row_follows = False
 
     def on_load_checkpoint(
@@ -66,8 +69,14 @@ class LogRows(L.Callback):
         positions = [(type(log).__name__, log.log_position()) for log in logs]
         checkpoint[_KEY] = {"logs": positions, "row": row}
 
+    def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.num_sanity_val_batches == trainer.num_val_batches:
+            # on all ranks, as a metric may be reduced over them when it is read
+            self._before_training = convert_tensors_to_scalars(trainer.logged_metrics)
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         loaded, self._loaded = self._loaded, None
+        before, self._before_training = self._before_training, {}
         self._row_follows = False
         if not trainer.is_global_zero:
             return
@@ -76,6 +85,8 @@ class LogRows(L.Callback):
         elif trainer.global_step == 0:
             for log in _resumable(trainer):
                 log.start_over()
+            if before:
+                _write(trainer, {"epoch": trainer.current_epoch, **before}, 0)
 
     # ---- when a row follows
 
@@ -102,9 +113,7 @@ class LogRows(L.Callback):
             return
         row, self._row_follows = self._next_row(trainer), False
         if row is not None:
-            for logger in trainer.loggers:
-                logger.log_metrics(row["metrics"], step=row["step"])
-                logger.save()
+            _write(trainer, row["metrics"], row["step"])
 
     def _next_row(self, trainer: L.Trainer) -> dict[str, Any] | None:
         """What Lightning writes when the callbacks are done, if they run where it does."""
@@ -147,6 +156,12 @@ def _resumable(trainer: L.Trainer) -> Iterator[Any]:
     # fast_dev_run has a logger that answers every question
     loggers: list[Logger] = [] if trainer.fast_dev_run else trainer.loggers  # type: ignore[attr-defined]
     return (logger for logger in loggers if isinstance(logger, ResumableLog))
+
+
+def _write(trainer: L.Trainer, metrics: dict[str, Any], step: int) -> None:
+    for logger in trainer.loggers:
+        logger.log_metrics(metrics, step=step)
+        logger.save()
 
 
 def _resume(trainer: L.Trainer, loaded: Mapping[str, Any]) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
 
+from lrlhf.statistics.proportions import share_interval
 from lrlhf.statistics.student_t import t_quantile
 
 
@@ -17,7 +17,7 @@ class MeanInterval(NamedTuple):
 
     mean: float
     low: float
-    """NaN, as ``high``, where a single cluster says nothing of the spread."""
+    """NaN, as ``high``, where the values say nothing of the spread: a single one, or all equal."""
     high: float
     number: int
     """Of independent clusters."""
@@ -28,31 +28,29 @@ def mean_interval(
     clusters: Sequence[Hashable] | None = None,
     *,
     confidence: float = 0.95,
-    bounds: tuple[float, float] = (-math.inf, math.inf),
+    bounds: tuple[float, float] | None = None,
 ) -> MeanInterval:
     """Return the mean of values and its interval, NaN where there is no value.
 
-    The interval is Student's, with the standard error of clustered values:
+    Between bounds it is the score interval of `share_interval`, scaled to them, which stays inside
+    and does not shrink to a point when all answers are right. Otherwise it is Student's, with the
+    standard error of clustered values:
 
         SE² = G / (G - 1) · Σ_g (Σ_i (x_gi - x̄))² / N²
-
-    Of a share, whose bounds are 0 and 1, it is Wilson's score interval where all values of each
-    cluster are 0, or all are 1: that does not shrink to a point when all answers are right.
 
     Args:
         values: NaN is left out.
         clusters: What each value belongs to, such as its prompt: values of one cluster depend on
             each other. None: all are independent.
         confidence: Share of such intervals that hold the true mean.
-        bounds: Least and largest mean that there can be; the interval ends there.
+        bounds: Least and largest value that there can be; None: there are none.
 
     Raises:
         ValueError: ``confidence`` does not lie between 0 and 1, or there is not one cluster for
             each value.
 
     Reference:
-        Miller 2024, eq. 4, https://arxiv.org/abs/2411.00640; Wilson 1927,
-        https://doi.org/10.1080/01621459.1927.10502953
+        Miller 2024, eq. 4, https://arxiv.org/abs/2411.00640
     """
     if not 0 < confidence < 1:
         raise ValueError(f"confidence is {confidence}; it must lie between 0 and 1")
@@ -70,21 +68,27 @@ def mean_interval(
     # exact sums, which do not depend on the order of the values
     total = sum(map(len, groups.values()))
     mean = math.fsum(value for own in groups.values() for value in own) / total
-    agreed = all(own in ([0.0] * len(own), [1.0] * len(own)) for own in groups.values())
-    if agreed and bounds == (0, 1):
-        return MeanInterval(mean, *_wilson(mean, count, confidence), count)
-    if count == 1:
-        return MeanInterval(mean, math.nan, math.nan, 1)
+    if bounds is not None:
+        least, width = bounds[0], bounds[1] - bounds[0]
+        scaled = [((value - least) / width, name) for name, own in groups.items() for value in own]
+        low, high = share_interval(*zip(*scaled, strict=True), confidence)
+        return MeanInterval(mean, least + width * low, least + width * high, count)
     gaps = [math.fsum(value - mean for value in own) for own in groups.values()]
-    error = math.sqrt(math.fsum(gap * gap for gap in gaps) * count / (count - 1)) / total
-    reach = t_quantile(confidence, count - 1) * error
-    low, high = max(bounds[0], mean - reach), min(bounds[1], mean + reach)
-    return MeanInterval(mean, low, high, count)
+    squares = math.fsum(gap * gap for gap in gaps)
+    if count == 1 or squares <= (1e-12 * total * mean) ** 2:  # rounding alone
+        return MeanInterval(mean, math.nan, math.nan, count)
+    reach = t_quantile(confidence, count - 1) * math.sqrt(squares * count / (count - 1)) / total
+    return MeanInterval(mean, mean - reach, mean + reach, count)
 
 
-def _wilson(share: float, count: int, confidence: float) -> tuple[float, float]:
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
-    scale = 1 + z**2 / count
-    center = share + z**2 / (2 * count)
-    spread = z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
-    return max(0.0, (center - spread) / scale), min(1.0, (center + spread) / scale)
+def likely_bounds(values: Sequence[float]) -> tuple[float, float] | None:
+    """Return the least and largest value of a score whose kind is unknown.
+
+    They are 0 and 1 where all values lie between them, and the two values where there are three or
+    more and no third, such as right and wrong with a weight. None: nothing bounds them.
+    """
+    known = [value for value in values if not math.isnan(value)]
+    least, largest = min(known, default=math.nan), max(known, default=math.nan)
+    if least >= 0 and largest <= 1:
+        return 0.0, 1.0
+    return (least, largest) if len({*known}) == 2 < len(known) else None

@@ -8,6 +8,8 @@ from collections.abc import Hashable, Sequence
 from statistics import NormalDist
 from typing import NamedTuple
 
+from lrlhf.statistics.student_t import t_quantile
+
 
 class Outcomes(NamedTuple):
     """What a share is of."""
@@ -54,19 +56,20 @@ def unseen_share(total: int, level: float = 0.95) -> float:
 
 
 def share_interval(
-    outcomes: Sequence[bool], clusters: Sequence[Hashable], level: float = 0.95
+    outcomes: Sequence[float], clusters: Sequence[Hashable], level: float = 0.95
 ) -> tuple[float, float]:
     """Return the interval of a share of outcomes that depend on each other within clusters.
 
     It is Wilson's of so many independent outcomes as say as much as these:
 
-        n* = min(n, 1 + p (1 - p) / SE²),   SE² = G / (G - 1) · Σ_g (Σ_i (x_gi - p))² / n²
+        n* = min(n, (1 + p (1 - p) / SE²) (z / t)²)
+        SE² = G / (G - 1) · Σ_g (Σ_i (x_gi - p))² / n²
 
-    With one outcome in each cluster that is n, and with several that are always equal the number of
-    clusters, G; it is G too where all outcomes are the same.
+    with Student's t of G - 1 degrees of freedom, as SE is estimated from G clusters. It is n with
+    one outcome in each cluster, and G where all outcomes are the same.
 
     Args:
-        outcomes: What the share is of.
+        outcomes: What the share is of; also numbers from 0 to 1, such as shares of samples.
         clusters: What each outcome belongs to, such as its prompt.
         level: How often such intervals hold the true share.
 
@@ -75,20 +78,31 @@ def share_interval(
 
     Reference:
         Franco, Little, Louis and Slud 2019, https://doi.org/10.1093/jssam/smy019 (Wilson's interval
-        with the effective sample size); Miller 2024, eq. 4, https://arxiv.org/abs/2411.00640 (SE)
+        with the effective sample size); Korn and Graubard 1998, Survey Methodology 24, 193-201 (t);
+        Miller 2024, eq. 4, https://arxiv.org/abs/2411.00640 (SE)
     """
     count = len(outcomes)
     if not count:
         return wilson_interval(0, 0, level)
-    share = sum(outcomes) / count
+    share = math.fsum(outcomes) / count
     gaps: dict[Hashable, float] = defaultdict(float)
     for outcome, cluster in zip(outcomes, clusters, strict=True):
         gaps[cluster] += outcome - share
+    whole, alone = all(outcome in (0, 1) for outcome in outcomes), len(gaps) == count
     effective = float(len(gaps))
-    if 0 < share < 1 and len(gaps) > 1:
+    # the variance of independent outcomes is p (1 - p), and is not estimated
+    if not (whole and alone) and 0 < share < 1 and len(gaps) > 1:
         squares = math.fsum(gap * gap for gap in gaps.values())
         variance = squares * len(gaps) / (len(gaps) - 1) / count**2
         # a sum that rounding alone keeps from zero
-        known = variance > 1e-15
-        effective = min(float(count), 1 + share * (1 - share) / variance) if known else count
+        if variance > 1e-15:
+            z = NormalDist().inv_cdf((1 + level) / 2)
+            shrunk = (z / t_quantile(level, len(gaps) - 1)) ** 2
+            found = (1 + share * (1 - share) / variance) * shrunk
+            # that of independent numbers between 0 and 1 is p (1 - p) at most
+            effective = max(effective, found) if alone else found
+        elif whole:
+            effective = float(count)
+        if whole:
+            effective = min(effective, float(count))
     return wilson_interval(share * effective, effective, level)

@@ -42,6 +42,19 @@ def test_a_fixed_coefficient_replaces_the_modules_and_stays(tmp_path: Path) -> N
     assert module.kl_coef == 0.125
 
 
+def test_a_fixed_coefficient_is_the_configured_one_after_a_resume_too(tmp_path: Path) -> None:
+    first = trainer(tmp_path, KLControl(mode="fixed"))
+    module = ToyPolicy(kl=[20.0])
+    module.kl_coef = 0.05
+    first.fit(module, batches(1))
+    first.save_checkpoint(tmp_path / "one.ckpt")
+    spy, module = CoefSpy(), ToyPolicy(kl=[20.0, 20.0])
+    module.kl_coef = 0.2  # what the config of the resumed run says
+    again = trainer(tmp_path, KLControl(mode="fixed"), spy, max_epochs=2)
+    again.fit(module, batches(1), ckpt_path=tmp_path / "one.ckpt", weights_only=True)
+    assert spy.used == [0.2]
+
+
 def test_a_resumed_run_goes_on_with_the_adapted_coefficient(tmp_path: Path) -> None:
     options = {"init_coef": 0.5, "target": 2.0, "horizon": 100}
     first = trainer(tmp_path, KLControl(**options))

@@ -118,8 +118,12 @@ def test_scores_of_one_prompt_are_one_sample_of_the_interval(tmp_path: Path) -> 
     ]
     records.append({"source": "a.jsonl", "row": 5, "score": None, "rewards": {"exact": None}})
     made = card(tmp_path / "export", run=run_folder(tmp_path, records))
-    # means of the prompts 1/2, 1, 0, 1/2: mean 1/2, variance (1/4 + 1/4) / 3; t(3) = 3.182446
-    half = 3.182446 * math.sqrt(1 / 6) / 2
+    # gaps of the prompts 0, 1, -1, 0: SE² = 4/3 · 2 / 8² = 1/24, so that the eight are worth
+    # (1 + 24/4) (z / t)² outcomes, z = 1.959964 and t(3) = 3.182446, and Wilson's interval is
+    # 1/2 ± z √(1/4n + z²/4n²) / (1 + z²/n)
+    z = 1.959964
+    worth = 7 * (z / 3.182446) ** 2
+    half = z * math.sqrt(0.25 / worth + (z / worth) ** 2 / 4) / (1 + z**2 / worth)
     assert row_of(made, "score") == [
         "score", "0.5", f"{0.5 - half:.4g} to {0.5 + half:.4g}", "4"
     ]  # fmt: skip

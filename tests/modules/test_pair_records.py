@@ -35,7 +35,7 @@ def _batch(
 
 def _texts(batch: PreferenceBatch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     scores = PairScores(torch.zeros(1, 1), torch.zeros(1, 1))
-    (record,) = score_records(scores, batch, ["score"], tokenizer)
+    (record,) = score_records(scores, batch, ["score"], tokenizer, head_weights=[1.0])
     return [record[name] for name in ("prompt", "candidate0", "candidate1")]
 
 

@@ -15,7 +15,6 @@ from lrlhf.modules.metrics.reward_metrics import (
     measurements_of,
     pearson,
     three_way_accuracy,
-    wilson_interval,
 )
 from tests.modules.policy_runs import one_process
 
@@ -27,6 +26,7 @@ def head(
     scores1: list[float],
     labels: list[float],
     lengths: list[list[float]] | None = None,
+    prompts: list[int] | None = None,
 ) -> HeadPairs:
     count = len(labels)
     return HeadPairs(
@@ -35,6 +35,7 @@ def head(
         torch.tensor(labels),
         torch.arange(1.0, count + 1),
         torch.tensor(lengths or [[1.0, 1.0]] * count),
+        torch.arange(count) if prompts is None else torch.tensor(prompts),
     )
 
 
@@ -71,10 +72,17 @@ def test_metrics_of_one_head_by_hand() -> None:
     assert {"accuracy", "margin", "loss", "length_correlation"}.isdisjoint(bare)
 
 
-def test_wilson_interval_of_a_textbook_example() -> None:
+def test_the_interval_of_an_accuracy_counts_the_pairs_of_a_prompt_together() -> None:
     # Newcombe 1998, table I: 81 of 263 gives 0.2553 to 0.3662, 0 of 20 gives 0 to 0.1611
-    assert wilson_interval(81 / 263, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
-    assert wilson_interval(0.0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)
+    for right, count, expected in ((81, 263, (0.2553, 0.3662)), (0, 20, (0.0, 0.1611))):
+        gaps = [1.0] * right + [-1.0] * (count - right)
+        alone = head_metrics(head(gaps, [0.0] * count, [1.0] * count))
+        ends = alone["accuracy_low"], alone["accuracy_high"]
+        assert ends == pytest.approx(expected, abs=5e-5)
+    # 20 prompts of 5 pairs each that are all wrong are 20 observations
+    many = head([-1.0] * 100, [0.0] * 100, [1.0] * 100, prompts=[row // 5 for row in range(100)])
+    found = head_metrics(many)
+    assert (found["accuracy_high"], found["pairs"]) == (pytest.approx(0.1611, abs=5e-5), 100)
 
 
 def test_calibration_error_by_hand() -> None:

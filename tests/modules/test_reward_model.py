@@ -1,5 +1,7 @@
 """RewardModel on a two-layer model; the step's arithmetic with SGD, where it can be read off."""
 
+import csv
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,8 +12,12 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.loggers import Logger
 from torch.utils.data import DataLoader, Dataset
 
+from lrlhf import Trainer
+from lrlhf.datamodules import PreferenceDataModule
+from lrlhf.loggers import ResumingCSVLogger
 from lrlhf.models import ScoreModel
 from lrlhf.modules import Guard, checks
 from lrlhf.modules.optimizers import OptimizerConfig
@@ -213,7 +219,7 @@ def test_validation_logs_under_eval_and_returns_one_record_per_pair(
     assert [record["info"]["row"] for record in seen] == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3]
     assert list(seen[0]) == [
         *("prompt", "candidate0", "candidate1"),
-        *("labels", "scores0", "scores1", "margins", "info"),
+        *("labels", "scores0", "scores1", "margins", "head_weights", "margin", "prompt_id", "info"),
     ]
     assert list(seen[0]["scores0"]) == ["a", "b"]
     assert seen[9]["scores0"]["b"] == pytest.approx(scores0[9, 1].item(), abs=1e-5)
@@ -227,6 +233,62 @@ def test_validation_logs_under_eval_and_returns_one_record_per_pair(
         assert f"eval/{key}/b" in metrics
     predicted = trainer(tmp_path).predict(module, loader(batches))
     assert [row for rows in predicted for row in rows] == seen
+
+
+def test_the_evaluation_before_training_is_logged_and_its_file_holds_what_the_loss_needs(
+    build, tokenizer, tmp_path
+) -> None:
+    rows = [
+        {"prompt": f"p{n // 2}", "candidate0": f"a{n}", "candidate1": f"bb{n}", "label": label}
+        | {"margin": 0.25 * n}
+        for n, label in enumerate(["A", "B", "Equal", "A", "B", "A"])
+    ]
+    data = PreferenceDataModule(train=rows, val=rows, batch_size=3, tokenizer=tokenizer)
+    module = build(("score",), tie_weight=0.5, loss="log_exp")
+    other = Rows()
+    run = Trainer(
+        default_root_dir=tmp_path, max_steps=1, num_sanity_val_steps=-1, accelerator="cpu",
+        logger=[ResumingCSVLogger(tmp_path), other], enable_progress_bar=False,
+    )  # fmt: skip
+    run.fit(module, data)
+    with (tmp_path / "metrics.csv").open() as file:
+        logged = list(csv.DictReader(file))
+    assert [(row["step"], bool(row["eval/loss"])) for row in logged[:2]] == [
+        ("0", True),
+        ("1", False),
+    ]
+    assert next(step for step, metrics in other.rows if "eval/loss" in metrics) == 0
+
+    lines = (tmp_path / "eval_scores_0.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    losses = []
+    for record in records:
+        label = record["labels"]["score"]
+        gap = record["scores0"]["score"] - record["scores1"]["score"]
+        preferred = math.log1p(math.exp(-(label * gap - record["margin"])))
+        loss = preferred if label else 0.5 * abs(gap)
+        losses.append(record["head_weights"]["score"] * loss)
+    assert [record["margin"] for record in records] == [0.25 * n for n in range(6)]
+    assert float(logged[0]["eval/loss"]) == pytest.approx(sum(losses) / 6, rel=1e-5)
+    ids = [record["prompt_id"] for record in records]
+    assert ids[::2] == ids[1::2]
+    assert len({*ids}) == 3
+
+
+class Rows(Logger):
+    """A logger that keeps what it is given."""
+
+    name = version = "rows"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int | None, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append((step, metrics))
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        pass
 
 
 @pytest.mark.parametrize("every", [2, 50])  # 50: at the end of the epoch

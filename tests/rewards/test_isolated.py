@@ -60,6 +60,7 @@ def test_columns_metrics_and_extras_pass() -> None:
         "isolated/restarts": 0.0,
         "isolated/failures": 0.0,
         "isolated_reward/unscored_fraction": 0.0,
+        "isolated_reward/mixed_fraction": 0.0,
     }
     with pytest.raises(RewardError, match=r"'about' takes an argument 'answer'.*'anser'"):
         ask(reward, ["a"], anser=[5])

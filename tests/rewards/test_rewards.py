@@ -8,11 +8,13 @@ import re
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.testing import assert_close
+from transformers import GPT2Config, GPT2ForSequenceClassification
 
 from lrlhf.rewards import (
     IsolatedReward,
@@ -113,10 +115,9 @@ def test_columns_that_do_not_fit_the_arguments_are_named() -> None:
         score(bound, self=[1, 2], bias=[3, 4])
 
 
-@pytest.mark.parametrize("missing", [None, math.inf])
-def test_a_response_without_one_of_its_parts_has_no_score(missing: float | None) -> None:
-    def learned(**_: Any) -> list[float | None]:
-        return [-5.0, missing, -7.0]
+def test_a_response_without_one_of_its_parts_has_no_score() -> None:
+    def learned(**_: Any) -> list[float]:
+        return [-5.0, math.inf, -7.0]
 
     def overlong(**_: Any) -> list[float]:
         return [0.0, -1.0, 0.0]
@@ -128,6 +129,111 @@ def test_a_response_without_one_of_its_parts_has_no_score(missing: float | None)
     # unless the value may be missing
     optional = Rewards([learned, overlong], optional=["learned"])
     assert score(optional, count=3).scores.tolist() == [-5.0, -1.0, -7.0]
+
+
+def by_task(prompts: Sequence[str], completions: Sequence[str]) -> list[float | None]:
+    """Applies to mathematics: all of the first prompt, none of the second, half of the third."""
+    applies = {"sum": True, "code": False}
+    numbers = [float(len(text)) for text in completions]
+    return [
+        number if applies.get(prompt, bool(row % 2)) else None
+        for row, (prompt, number) in enumerate(zip(prompts, numbers, strict=True))
+    ]
+
+
+def groups(rewards: Rewards, **options: Any) -> RewardResult:
+    prompts = ["sum", "sum", "code", "code", "both", "both"]
+    texts = ["a", "bb", "c", "dd", "e", "ff"]
+    return rewards.score(prompts, texts, [[1]] * 6, [{}] * 6, **options)
+
+
+def test_a_function_that_declines_a_whole_group_leaves_it_to_the_others() -> None:
+    def longer(completions: Sequence[str]) -> list[float]:
+        return [10.0 * len(text) for text in completions]
+
+    rewards = Rewards([by_task, longer], weights=[2.0, 1.0], max_unscorable_fraction=0.4)
+    result = groups(rewards)
+    # as torch.nansum over the weighted values, but where the sums of a group differ in their parts
+    assert result.scores[:4].tolist() == [2 + 10, 4 + 20, 10, 20]
+    assert result.scores[4:].isnan().all()
+    assert result.metrics["by_task/mixed_fraction"] == pytest.approx(1 / 3)
+    assert result.metrics["longer/mixed_fraction"] == 0
+    assert re.search("by_task: returned None for some", result.failures[0])
+    with pytest.raises(RewardError, match="could score 2 of 6 "):
+        groups(Rewards([by_task, longer], max_unscorable_fraction=0.3))
+    # what a group is, the caller may say; and within one that is optional, parts may be missing
+    apart = groups(rewards, group_ids=range(6)).scores
+    assert apart.tolist() == [12, 24, 10, 20, 10, 24]
+    optional = Rewards([by_task, longer], weights=[2.0, 1.0], optional=["by_task"])
+    assert groups(optional).scores.tolist() == [12, 24, 10, 20, 10, 24]
+
+
+def test_a_group_that_no_function_applies_to_is_left_out_and_no_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def declines(prompts: Sequence[str]) -> list[float | None]:
+        return [1.0 if prompt == "sum" else None for prompt in prompts]
+
+    scores = groups(Rewards([declines], max_unscorable_fraction=0.0)).scores
+    assert scores.isnan().tolist() == [False] * 2 + [True] * 4
+    assert caplog.text.count("no reward function applies to some responses") == 1
+
+    def nothing(completions: Sequence[str]) -> list[None]:
+        return [None] * len(completions)
+
+    # where it is so for every batch, nothing is ever learnt
+    rewards = Rewards([nothing], max_failures=3)
+    for _ in range(2):
+        assert groups(rewards).scores.isnan().all()
+    with pytest.raises(RewardError, match="each returned None for all 6 responses"):
+        groups(rewards)
+
+
+@pytest.mark.parametrize("failing", ["nan", "raises", "learned"])
+def test_what_fails_declines_nothing(failing: str) -> None:
+    class Learned(RewardFunction):
+        none_is_missing = True
+
+        def __call__(self, *, completions: Sequence[Any], **_: Any) -> list[None]:
+            return [None] * len(completions)
+
+    def nan(completions: Sequence[str]) -> list[float]:
+        return [math.nan] * len(completions)
+
+    function = {"nan": nan, "raises": raising, "learned": Learned()}[failing]
+    with pytest.raises(RewardError, match="could score 6 of 6 "):
+        groups(Rewards([function, ones]))
+
+
+def test_chats_are_lists_of_messages_that_add_up_to_the_whole() -> None:
+    chat = ({"role": "user", "content": "hi"},)
+    answer = [{"role": "assistant", "content": "hello"}]
+    seen: list[Any] = []
+
+    def as_trl(prompts: Any, completions: Any) -> list[float]:
+        for prompt, completion in zip(prompts, completions, strict=True):
+            seen.append(prompt + completion)
+            prompt.append({"role": "user", "content": "mine alone"})
+        return [1.0] * len(prompts)
+
+    functions = {"first": as_trl, "second": functools.partial(as_trl)}
+    Rewards(functions).score([chat, chat], [answer, answer], [[1], [1]], [{}, {}])
+    assert seen == [[*chat, *answer]] * 4
+    assert chat == ({"role": "user", "content": "hi"},)
+
+
+def test_names_of_trl_are_answered_with_what_they_are_here(tmp_path: Path) -> None:
+    def asks(completions: Sequence[str], trainer_state: Any) -> list[float]:
+        return [float(trainer_state.global_step)] * len(completions)
+
+    with pytest.raises(RewardError, match="take step and max_steps"):
+        score(Rewards([asks]))
+    for model in ("org/reward-model-7b", "tiny_cls", "Skywork-0.6B", str(tmp_path)):
+        with pytest.raises(ValueError, match=rf"LearnedReward\(source='{re.escape(model)}'\)"):
+            Rewards([model])
+    small = GPT2Config(n_layer=1, n_head=1, n_embd=4, vocab_size=8, num_labels=1)
+    with pytest.raises(ValueError, match=r"GPT2ForSequenceClassification is a model.*LearnedRew"):
+        Rewards([GPT2ForSequenceClassification(small)])
 
 
 def test_sums_beyond_float32_are_refused() -> None:
@@ -255,7 +361,7 @@ def test_sys_exit_in_a_function_is_its_failure() -> None:
 
 def test_too_many_unscorable_responses_stop_the_run() -> None:
     def mostly(completions: Sequence[str]) -> list[float | None]:
-        return [None if row < 3 else 1.0 for row in range(len(completions))]
+        return [math.nan if row < 3 else 1.0 for row in range(len(completions))]
 
     score(Rewards([mostly], max_unscorable_fraction=0.3), count=10)
     with pytest.raises(RewardError, match=r"could score 3 of 10 .*29%") as caught:

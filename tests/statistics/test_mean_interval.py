@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from lrlhf.statistics.intervals import mean_interval
+from lrlhf.statistics.intervals import likely_bounds, mean_interval
 
 
 def test_a_plain_mean() -> None:
@@ -58,14 +58,41 @@ def test_too_little_to_say() -> None:
     alone = mean_interval([0.3])
     assert (alone.mean, alone.number) == (0.3, 1)
     assert math.isnan(alone.low)
-    assert mean_interval([0.5, 0.5])[:3] == (0.5, 0.5, 0.5)
+    alike = mean_interval([0.1 + 0.2, 0.3, 0.3])  # but for rounding
+    assert alike.mean == pytest.approx(0.3)
+    assert math.isnan(alike.low)
+    assert math.isnan(alike.high)
 
 
-def test_no_interval_goes_beyond_what_can_be() -> None:
-    values = [0.5, 1.0, 1.0]
-    assert mean_interval(values).high > 1
-    assert mean_interval(values, bounds=(0, 1))[:2] == mean_interval(values)[:2]
-    assert mean_interval(values, bounds=(0, 1)).high == 1
+@pytest.mark.parametrize(
+    ("values", "bounds"),
+    [
+        ([1.0] * 20, (0.0, 1.0)),
+        ([0.0] * 20, (0.0, 1.0)),
+        ([0.5, 1.0, 1.0], (0.0, 1.0)),
+        ([0.25] * 6, (0.0, 1.0)),
+        ([1.2] * 19 + [0.2], (0.2, 1.2)),
+        ([-2.0, -2.0, -2.0, 0.0], (-2.0, 0.0)),
+        ([1.2] * 5, None),
+        ([0.0, 2.0], None),
+        ([0.0, 1.0, 2.0], None),
+        ([], None),
+    ],
+)
+def test_intervals_between_bounds_stay_there_and_are_no_points(
+    values: list[float], bounds: tuple[float, float] | None
+) -> None:
+    assert likely_bounds(values) == bounds
+    if bounds is not None:
+        found = mean_interval(values, bounds=bounds)
+        assert bounds[0] <= found.low < found.high <= bounds[1]
+        assert found.low - 1e-9 <= found.mean <= found.high + 1e-9
+
+
+def test_an_interval_between_other_bounds_is_that_of_a_share_on_their_scale() -> None:
+    # 19 of 20 are the larger of -1 and 3: Newcombe's (p = 0.95, n = 20) is 0.7639 to 0.9911
+    found = mean_interval([3.0] * 19 + [-1.0], bounds=(-1.0, 3.0))
+    assert found[:3] == pytest.approx((2.8, 4 * 0.7639 - 1, 4 * 0.9911 - 1), abs=1e-3)
 
 
 def test_bad_input() -> None:

@@ -20,7 +20,9 @@ def test_outcomes_that_are_said_again_say_no_more(right: int) -> None:
 
     again = share_interval([one for one in once for _ in range(5)], [k // 5 for k in range(200)])
 
-    assert again == pytest.approx(wilson_interval(right, 40))
+    # 40, less for the spread that is estimated from them: t(39) = 2.02269 in place of z = 1.95996
+    said = 40.0 if right in (0, 40) else 40 * (1.95996 / 2.02269) ** 2
+    assert again == pytest.approx(wilson_interval(said * right / 40, said), abs=1e-5)
 
 
 def test_two_outcomes_of_each_cluster_by_hand() -> None:
@@ -29,7 +31,9 @@ def test_two_outcomes_of_each_cluster_by_hand() -> None:
 
     found = share_interval(outcomes, [0, 0, 1, 1, 2, 2, 3, 3])
 
-    assert found == pytest.approx(wilson_interval(3.5, 7))  # 1 + 24 / 4
+    # 1 + 24 / 4, less for an estimated spread: z = 1.95996 of t(3) = 3.18245
+    effective = 7 * (1.95996 / 3.18245) ** 2
+    assert found == pytest.approx(wilson_interval(effective / 2, effective), abs=1e-5)
 
 
 def test_neither_order_nor_clusters_that_cancel_make_it_narrower_than_independence() -> None:
@@ -43,6 +47,26 @@ def test_neither_order_nor_clusters_that_cancel_make_it_narrower_than_independen
     assert found == wilson_interval(30, 60)
     assert share_interval([outcomes[k] for k in order], [clusters[k] for k in order]) == found
     assert share_interval([True, False], ["a", "a"]) == wilson_interval(0.5, 1)
+
+
+@pytest.mark.parametrize("prompts", [12, 100])
+def test_pairs_of_ranked_lists_are_as_many_observations_as_they_say(prompts: int) -> None:
+    # four answers of each prompt, ranked: six pairs, some prompts scored better than others
+    rng = np.random.default_rng(3)
+
+    def drawn(count: int) -> np.ndarray:
+        quality = rng.normal(size=(count, 4))
+        skill = rng.choice([0.2, 1.5], size=(count, 1))
+        scores = quality * skill + rng.normal(size=(count, 4))
+        first, second = np.triu_indices(4, 1)
+        return (quality[:, first] > quality[:, second]) == (scores[:, first] > scores[:, second])
+
+    true = drawn(200_000).mean()
+    clusters = np.repeat(np.arange(prompts), 6).tolist()
+    found = [share_interval(drawn(prompts).ravel().tolist(), clusters) for _ in range(2000)]
+
+    assert np.mean([low <= true <= high for low, high in found]) >= 0.94
+    assert all(low >= 0 and high <= 1 and low < high for low, high in found)
 
 
 def test_outcomes_and_clusters_come_together() -> None:

@@ -163,13 +163,32 @@ def scores_of(
     return a[:, there], b[:, there], there
 
 
+def _by_cluster(side: Scores, matched: Matched, there: NDArray[np.bool_]) -> Scores:
+    """Put the pairs of one prompt together, so that the prompts are the independent cases.
+
+    Each cluster counts as often as it has pairs: the mean over clusters is that over pairs.
+    """
+    keys = [
+        prompt.cluster or prompt.key
+        for prompt, chosen in zip(matched.prompts, there, strict=True)
+        if chosen
+    ]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    if len(numbers) == len(keys):
+        return side
+    sums = np.zeros((len(side), len(numbers)))
+    np.add.at(sums.T, [numbers[key] for key in keys], side.T)
+    return sums * (len(numbers) / len(keys))
+
+
 def _row(metric: str, subset: str, matched: Matched, chosen: NDArray[np.bool_]) -> Row | None:
     """Compare over some prompts; None: none of them has the metric in all runs."""
     a, b, there = scores_of(matched, metric, chosen)
     if not there.any():
         return None
-    difference = paired_difference(a, b)
     means = (math.fsum(a.ravel()) / a.size, math.fsum(b.ravel()) / b.size)
+    a, b = (_by_cluster(side, matched, there) for side in (a, b))
+    difference = paired_difference(a, b)
     gaps = ~np.isclose(a.mean(axis=0), b.mean(axis=0), rtol=1e-9, atol=0)
     return Row(
         metric=metric,
@@ -231,7 +250,8 @@ def _value(columns: Mapping[str, Any], name: str) -> Any:
 
 
 def _power(matched: Matched, metric: str, differences: Sequence[float]) -> Power | None:
-    a, b, _ = scores_of(matched, metric)
+    a, b, there = scores_of(matched, metric)
+    a, b = (_by_cluster(side, matched, there) for side in (a, b))
     count, seeds = a.shape[1], (len(a), len(b))
     if count < 2:
         return None

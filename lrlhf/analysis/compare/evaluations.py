@@ -130,6 +130,7 @@ def _sample(record: Mapping[str, Any], label: str) -> Sample:
         answer=str(record.get("completion", "")),
         votes=(None if answered is None else str(answered),) if "answer" in record else (),
         columns=columns,
+        cluster="" if record.get("prompt_id") is None else str(record["prompt_id"]),
     )
 
 

@@ -41,6 +41,8 @@ class Prompt(NamedTuple):
     columns: Mapping[str, Any]
     answers: tuple[str, str]
     """The first one of each side."""
+    cluster: str = ""
+    """See `Sample.cluster`."""
 
 
 class Matched(NamedTuple):
@@ -164,7 +166,7 @@ def _without_copies(
 def _prompt(key: Key, a: Sequence[Sample], b: Sequence[Sample]) -> Prompt:
     first, second = (min(side, key=lambda one: one.label != "") for side in (a, b))
     text = "\n".join(filter(None, first.text[_PROMPT:]))
-    return Prompt(key, text, first.columns, (first.answer, second.answer))
+    return Prompt(key, text, first.columns, (first.answer, second.answer), first.cluster)
 
 
 def _column(name: str, side: Sequence[Mapping[Key, Mapping[str, float]]]) -> NDArray[np.float64]:

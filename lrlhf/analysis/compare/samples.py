@@ -32,6 +32,8 @@ class Sample(NamedTuple):
     """What it answers, None if nothing; empty: the line does not say."""
     columns: Mapping[str, Any]
     """What subsets can be made of."""
+    cluster: str = ""
+    """Equal for pairs of one prompt; empty: the line does not say."""
 
 
 Groups = dict[Key, list[Sample]]

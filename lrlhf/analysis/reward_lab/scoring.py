@@ -104,6 +104,7 @@ def score_responses(
                 [[] if ids is None else ids[row] for row in rows],
                 _columns(own, names, max_steps, shows),
                 limited=False,
+                group_ids=[(given[row].group, keys[row]) for row in rows],
             )
             for failure in result.failures:
                 failures[_in_a_line(failure)] += 1

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from lrlhf.statistics.intervals import mean_interval
+from lrlhf.statistics.intervals import likely_bounds, mean_interval
 from lrlhf.statistics.proportions import Outcomes, share_interval
 
 
@@ -36,8 +36,7 @@ def measured_mean(name: str, values: Sequence[float]) -> Measurement:
     """Return the mean of one value of each prompt, NaN left out."""
     what = name.rpartition("/")[2].split("@")[0]
     is_share = what in ("pass", "maj", "truncated_fraction")
-    bounds = (0.0, 1.0) if is_share else (-math.inf, math.inf)
-    found = mean_interval(values, bounds=bounds)
+    found = mean_interval(values, bounds=(0.0, 1.0) if is_share else likely_bounds(values))
     return Measurement(name, *found, headline=what in ("score", "pass", "maj"))
 
 

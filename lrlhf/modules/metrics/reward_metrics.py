@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from importlib import import_module
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
 from lrlhf.modules.metrics.measurement import Measurement
 from lrlhf.run import Collectives
+from lrlhf.statistics.proportions import share_interval
 
 INTERVAL = ("accuracy_low", "accuracy_high", "pairs")
 """What an evaluation says of an accuracy: its interval, and the pairs behind it."""
@@ -30,13 +31,6 @@ OF_SOURCES = ("loss", "accuracy", *INTERVAL, "margin")
 _CALIBRATION_BINS = 20  # even, so that no bin lies across one half
 
 
-class Interval(NamedTuple):
-    """The ends of a confidence interval."""
-
-    low: float
-    high: float
-
-
 class HeadPairs(NamedTuple):
     """All pairs of one head."""
 
@@ -47,6 +41,8 @@ class HeadPairs(NamedTuple):
     losses: Float[Tensor, " N"]
     lengths: Float[Tensor, "N 2"]
     """Tokens of both candidates."""
+    prompts: Int[Tensor, " N"]
+    """Equal for pairs of one prompt."""
 
 
 class RewardSummary(NamedTuple):
@@ -78,6 +74,7 @@ class RewardMetrics(Metric):
     lengths: list[Tensor]
     sets: list[Tensor]
     sources: list[Tensor]
+    prompts: list[Tensor]
 
     def __init__(self, head_names: Sequence[str], head_weights: Sequence[float]) -> None:
         super().__init__()
@@ -87,6 +84,7 @@ class RewardMetrics(Metric):
         self.add_state("lengths", default=[], dist_reduce_fx="cat")
         self.add_state("sets", default=[], dist_reduce_fx="cat")
         self.add_state("sources", default=[], dist_reduce_fx="cat")
+        self.add_state("prompts", default=[], dist_reduce_fx="cat")
 
     def update(
         self,
@@ -97,6 +95,7 @@ class RewardMetrics(Metric):
         lengths: Tensor,
         number: int = -1,
         sources: Tensor | None = None,
+        prompts: Tensor | None = None,
     ) -> None:
         """Add a batch.
 
@@ -109,12 +108,15 @@ class RewardMetrics(Metric):
             number: Of the validation set that they are from, which is summed up too; -1: of none.
             sources: Numbers [B] of the sources of the mixture that they are from, which are summed
                 up too; -1, and None: of none.
+            prompts: Ids [B] of their prompts, 0 or more; None: each has its own.
         """
         columns = (scores0, scores1, labels, losses)
         self.pairs.append(torch.stack([column.detach().float() for column in columns], dim=-1))
         self.lengths.append(lengths.float())
         self.sets.append(torch.full((len(lengths),), number, device=lengths.device))
-        self.sources.append(torch.full_like(self.sets[-1], -1) if sources is None else sources)
+        nothing = torch.full_like(self.sets[-1], -1)
+        self.sources.append(nothing if sources is None else sources)
+        self.prompts.append(nothing if prompts is None else prompts)
 
     def update_with_nothing(self) -> None:
         """Take part in the sum although this rank may have seen no pair.
@@ -127,7 +129,12 @@ class RewardMetrics(Metric):
 
     def seen(self) -> dict[str, Tensor]:
         """Return this rank's pairs since the last reset, on the CPU; empty: there are none."""
-        kept = {"pairs": self.pairs, "lengths": self.lengths, "sources": self.sources}
+        kept = {
+            "pairs": self.pairs,
+            "lengths": self.lengths,
+            "sources": self.sources,
+            "prompts": self.prompts,
+        }
         states = kept if self.pairs else {}
         return {name: dim_zero_cat(state).cpu() for name, state in states.items()}
 
@@ -139,8 +146,8 @@ class RewardMetrics(Metric):
         for part in filter(None, own):
             states = {name: state.to(self.device) for name, state in part.items()}
             scores0, scores1, labels, losses = states["pairs"].unbind(dim=-1)
-            lengths, sources = states["lengths"], states.get("sources")
-            self.update(scores0, scores1, losses, labels, lengths, sources=sources)
+            further = {name: states.get(name) for name in ("sources", "prompts")}
+            self.update(scores0, scores1, losses, labels, states["lengths"], **further)
 
     @staticmethod
     def renumbered(seen: Mapping[str, Tensor], numbers: Sequence[int]) -> dict[str, Tensor]:
@@ -157,8 +164,10 @@ class RewardMetrics(Metric):
 
     def compute(self) -> RewardSummary:
         """Return every metric that the collected pairs define, and the pairs themselves."""
-        states = (self.pairs, self.lengths, self.sets, self.sources)
-        pairs, lengths, sets, sources = map(dim_zero_cat, states)
+        states = (self.pairs, self.lengths, self.sets, self.sources, self.prompts)
+        pairs, lengths, sets, sources, prompts = map(dim_zero_cat, states)
+        # a pair without an id is a prompt of its own
+        prompts = torch.where(prompts < 0, -1 - torch.arange(len(prompts)).to(prompts), prompts)
 
         def parts(numbers: Tensor, among: Tensor) -> dict[int, Tensor]:
             found = sorted({*torch.unique(numbers[among]).tolist()} - {-1})
@@ -167,9 +176,10 @@ class RewardMetrics(Metric):
         def summary(rows: Tensor, mixed: Tensor) -> RewardSummary:
             """Sum up some rows, and the sources of some of them."""
             own = parts(sources, mixed).items()
-            return self._summary(pairs[rows], lengths[rows])._replace(
-                sources={number: self._summary(pairs[one], lengths[one]) for number, one in own}
-            )
+            return part(rows)._replace(sources={number: part(one) for number, one in own})
+
+        def part(rows: Tensor) -> RewardSummary:
+            return self._summary(pairs[rows], lengths[rows], prompts[rows])
 
         everything = torch.ones_like(sets, dtype=torch.bool)
         named = parts(sets, everything).items()
@@ -178,8 +188,11 @@ class RewardMetrics(Metric):
             sets={number: summary(rows, rows) for number, rows in named}
         )
 
-    def _summary(self, pairs: Tensor, lengths: Tensor) -> RewardSummary:
-        heads = {name: _head_pairs(pairs[:, i], lengths) for i, name in enumerate(self.head_names)}
+    def _summary(self, pairs: Tensor, lengths: Tensor, prompts: Tensor) -> RewardSummary:
+        heads = {
+            name: HeadPairs(*pairs[:, i].unbind(dim=-1), lengths, prompts)
+            for i, name in enumerate(self.head_names)
+        }
         if len(pairs) == 0:
             return RewardSummary({}, heads)
         weighted = [
@@ -188,15 +201,11 @@ class RewardMetrics(Metric):
         metrics = {"loss": float(torch.stack(weighted).sum(dim=0).mean())}
         if len(heads) == 1:
             return RewardSummary(head_metrics(*heads.values()) | metrics, heads)
-        metrics |= accuracy_metrics(torch.cat([signed_gaps(head) for head in heads.values()]))
+        everything = [decided_pairs(head) for head in heads.values()]
+        metrics |= accuracy_metrics(*map(torch.cat, zip(*everything, strict=True)))
         for name, head in heads.items():
             metrics |= {f"{key}/{name}": value for key, value in head_metrics(head).items()}
         return RewardSummary(metrics, heads)
-
-
-def _head_pairs(columns: Float[Tensor, "N 4"], lengths: Float[Tensor, "N 2"]) -> HeadPairs:
-    scores0, scores1, labels, losses = columns.unbind(dim=-1)
-    return HeadPairs(scores0, scores1, labels, losses, lengths)
 
 
 def head_metrics(head: HeadPairs) -> dict[str, float]:
@@ -219,7 +228,7 @@ def head_metrics(head: HeadPairs) -> dict[str, float]:
     correlation = pearson(scores.flatten(), head.lengths.flatten())
     if correlation is not None:
         metrics["length_correlation"] = correlation
-    return {k: float(v) for k, v in metrics.items()} | accuracy_metrics(signed_gaps(head))
+    return {k: float(v) for k, v in metrics.items()} | accuracy_metrics(*decided_pairs(head))
 
 
 def _preference_metrics(head: HeadPairs, decided: Tensor) -> dict[str, Tensor]:
@@ -236,12 +245,23 @@ def _preference_metrics(head: HeadPairs, decided: Tensor) -> dict[str, Tensor]:
     }
 
 
-def accuracy_metrics(gaps: Float[Tensor, " N"]) -> dict[str, float]:
-    """Return the share of pairs in the right order, with its 95 % confidence interval."""
+def accuracy_metrics(
+    gaps: Float[Tensor, " N"], prompts: Tensor | Sequence[Hashable] | None = None
+) -> dict[str, float]:
+    """Return the share of pairs in the right order, with its 95 % confidence interval.
+
+    Args:
+        gaps: Chosen less rejected score of each pair.
+        prompts: What each is about: pairs of one prompt depend on each other, see `share_interval`.
+            None: each is about its own.
+    """
     if len(gaps) == 0:
         return {}
+    clusters = range(len(gaps)) if prompts is None else prompts
+    if isinstance(clusters, Tensor):
+        clusters = clusters.tolist()
+    low, high = share_interval(_wins(gaps).tolist(), clusters)
     accuracy = float(win_rate(gaps))
-    low, high = wilson_interval(accuracy, len(gaps))
     return {"accuracy": accuracy, "accuracy_low": low, "accuracy_high": high, "pairs": len(gaps)}
 
 
@@ -267,32 +287,22 @@ def measurements_of(values: Mapping[str, float], prefix: str) -> list[Measuremen
 
 def signed_gaps(head: HeadPairs) -> Float[Tensor, " M"]:
     """Return chosen minus rejected score of every pair that has a preference."""
+    return decided_pairs(head)[0]
+
+
+def decided_pairs(head: HeadPairs) -> tuple[Float[Tensor, " M"], Int[Tensor, " M"]]:
+    """Return chosen minus rejected score of every pair that has a preference, and its prompt."""
     decided = ~head.labels.isnan() & (head.labels != 0)
-    return ((head.scores0 - head.scores1) * head.labels)[decided]
+    return ((head.scores0 - head.scores1) * head.labels)[decided], head.prompts[decided]
 
 
 def win_rate(gaps: Float[Tensor, " N"]) -> Float[Tensor, ""]:
     """Return the share of gaps above zero; a gap of exactly zero is half a win."""
-    return (gaps > 0).float().mean() + (gaps == 0).float().mean() / 2
+    return _wins(gaps).mean()
 
 
-def wilson_interval(share: float, count: int, *, z: float = 1.959963984540054) -> Interval:
-    """Return the score interval of a share of ``count`` independent trials.
-
-        (p + z²/2n ± z √(p(1-p)/n + z²/4n²)) / (1 + z²/n)
-
-    Args:
-        share: Observed share p, 0 to 1.
-        count: Number n of trials, at least 1.
-        z: Quantile of the normal distribution; the default gives 95 %.
-
-    Reference:
-        Wilson 1927, https://doi.org/10.1080/01621459.1927.10502953
-    """
-    scale = 1 + z**2 / count
-    center = share + z**2 / (2 * count)
-    spread = z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
-    return Interval((center - spread) / scale, (center + spread) / scale)
+def _wins(gaps: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+    return (gaps > 0).float() + (gaps == 0).float() / 2
 
 
 def calibration_error(gaps: Float[Tensor, " N"]) -> Float[Tensor, ""]:

@@ -32,11 +32,13 @@ def measure_rollout(
             scorable = group[group.isfinite()]
             if len(scorable) > 1:
                 metrics.add("rollout/score_std", scorable.std(), 1.0)
+    metrics.add_moments("rollout/score_std_all", scores[scores.isfinite()])
     alike = ~groups_differ(scores, num_generations)
     metrics.add_values("rollout/zero_variance_groups", alike.double())
     metrics.add_values("rollout/unscorable_fraction", scores.isnan().double())
     lengths = rollout.response_mask.sum(dim=1).double()
     metrics.add_range("rollout/response_length", lengths)
+    metrics.add_values("rollout/total_length", rollout.attention_mask.sum(dim=1).double())
     metrics.add_range("rollout/terminated_length", lengths[~rollout.truncated])
     metrics.add_values("rollout/truncated_fraction", rollout.truncated.double())
     if rollout.episodes is not None:
@@ -155,6 +157,7 @@ def measure_critic(experience: Experience, metrics: MetricSums) -> None:
     assert experience.returns is not None
     mask = experience.value_mask
     returns = experience.returns[mask]
+    metrics.add_values("value/return_mean", returns)
     metrics.add_moments("value/return_std", returns)
     metrics.add_moments("value/error_std", returns - experience.values[mask])
 

@@ -27,6 +27,7 @@ PAIR_LOSSES: dict[str, PairLoss] = {
     "log_exp": log_exp_loss,
     "hps": hps_loss,
 }
+NAMES_ELSEWHERE = {"sigmoid": "bradley_terry", "logsigmoid": "bradley_terry", "logexp": "log_exp"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +116,8 @@ def resolve_losses(loss: str | Mapping[str, float]) -> tuple[tuple[PairLoss, flo
     mix = {loss: 1.0} if isinstance(loss, str) else dict(loss)
     if not mix:
         raise ValueError(f"loss is empty, expected one of {', '.join(PAIR_LOSSES)}, or a mix")
+    for name in mix.keys() & NAMES_ELSEWHERE.keys():
+        raise ValueError(f"unknown loss {name!r}; did you mean {NAMES_ELSEWHERE[name]!r}?")
     return tuple(
         (PAIR_LOSSES.get(name) or import_function("loss", name, PAIR_LOSSES), float(weight))
         for name, weight in mix.items()

@@ -178,7 +178,8 @@ class PairModule(TrainingModule):
         sources = torch.tensor(
             [numbers.get(str(info.get("source")), -1) for info in batch.info], device=lengths.device
         )
-        metrics.update(*scores, losses, batch.labels, lengths, number, sources)
+        prompts = batch.prompt_ids
+        metrics.update(*scores, losses, batch.labels, lengths, number, sources, prompts)
         return losses
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -244,7 +245,7 @@ class PairModule(TrainingModule):
         number = dataloader_idx if set_names(self.trainer)[dataloader_idx] else -1
         named = source_names(self.trainer, dataloader_idx)
         self._measured(scores, batch, self.eval_metrics, named, number)
-        return {"records": score_records(scores, batch, self.head_names, self.tokenizer)}
+        return {"records": self._records(scores, batch)}
 
     test_step = validation_step
 
@@ -254,7 +255,17 @@ class PairModule(TrainingModule):
         """Return the scores of every pair, see `score_records`."""
         del batch_idx, dataloader_idx
         scores = self.score_pairs(batch)
-        return score_records(scores, batch, self.head_names, self.tokenizer)
+        return self._records(scores, batch)
+
+    def _records(self, scores: PairScores, batch: PreferenceBatch) -> list[dict[str, Any]]:
+        return score_records(
+            scores,
+            batch,
+            self.head_names,
+            self.tokenizer,
+            head_weights=self.head_weights.tolist(),
+            margin=self.objective.margin,
+        )
 
     def on_validation_epoch_start(self) -> None:
         self.eval_metrics.reset()  # of one that was broken off

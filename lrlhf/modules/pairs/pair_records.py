@@ -20,12 +20,25 @@ def score_records(
     batch: PreferenceBatch,
     head_names: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
+    *,
+    head_weights: Sequence[float],
+    margin: float = 0.0,
 ) -> list[dict[str, Any]]:
-    """Return one JSON-ready line per pair.
+    """Return one JSON-ready line per pair: texts, and what its loss is made of.
 
     Where it stands in the data (``source``, ``row``); of texts ``prompt``, ``candidate0`` and
     ``candidate1``; by head ``labels`` (1: candidate 0 is better, as is ``chosen``; None: not
-    labelled), ``scores0``, ``scores1`` and ``margins``, the first less the second; ``info``.
+    labelled), ``scores0``, ``scores1`` and ``margins``, the first less the second, and
+    ``head_weights`` of the loss; ``margin``, by how much the better candidate should win;
+    ``prompt_id``, equal for pairs of one prompt; ``info``.
+
+    Args:
+        scores: Of the candidates.
+        batch: The pairs.
+        head_names: Of the scores.
+        tokenizer: Reads the texts back.
+        head_weights: Of the heads' losses.
+        margin: Of pairs that have none of their own.
     """
 
     def by_head(values: Tensor) -> dict[str, Any]:
@@ -33,6 +46,9 @@ def score_records(
 
     batch = batch.host or batch
     labels, first, second = (part.float().cpu() for part in (batch.labels, *scores))
+    own = [math.nan] * len(batch) if batch.margin is None else batch.margin.tolist()
+    prompts = [None] * len(batch) if batch.prompt_ids is None else batch.prompt_ids.tolist()
+    weights = dict(zip(head_names, head_weights, strict=True))
     return [
         {
             **origin(place),
@@ -41,6 +57,9 @@ def score_records(
             "scores0": by_head(first[row]),
             "scores1": by_head(second[row]),
             "margins": by_head(first[row] - second[row]),
+            "head_weights": weights,
+            "margin": margin if math.isnan(own[row]) else plain_json(own[row]),
+            "prompt_id": prompts[row],
             "info": dict(batch.info[row]),
         }
         for row, place in enumerate(batch.places or ("",) * len(batch))

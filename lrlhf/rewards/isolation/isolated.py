@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import math
 import pickle
 import threading
 import time
@@ -229,7 +230,9 @@ class IsolatedReward(CopiesStartAfresh):
             arguments["log_extra"](column, [entries.get(row) for row in range(count)])
         arguments["log_metric"]("isolated/restarts", len(found.restarts))
         arguments["log_metric"]("isolated/failures", len(found.failures))
-        values = [found.values.get(row) for row in range(count)]
+        values = [
+            math.nan if row in found.failures else found.values.get(row) for row in range(count)
+        ]
         if not found.failures:
             return values
         what = f"{self._name} failed on {len(found.failures)} of {count} responses"

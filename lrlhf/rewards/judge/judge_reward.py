@@ -102,6 +102,7 @@ class JudgeReward(CopiesStartAfresh):
     """
 
     ends_by_itself: ClassVar[bool] = True
+    none_is_missing: ClassVar[bool] = True
     _not_copied = ("_client", "_served")
 
     @classmethod

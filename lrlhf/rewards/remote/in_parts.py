@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
@@ -45,7 +46,7 @@ async def scores_of_parts(
     log_metric(f"{name}/failures", unanswered)
     scores = list(
         itertools.chain.from_iterable(
-            [None] * size if answer is None else answer
+            [math.nan] * size if answer is None else answer
             for size, answer in zip(sizes, answers, strict=True)
         )
     )

@@ -19,7 +19,13 @@ from lrlhf.rewards.function import (
     RewardError,
     check_positive,
 )
-from lrlhf.rewards.learned_rows import as_text, text_ids, written
+from lrlhf.rewards.learned_rows import (
+    SpecialTokens,
+    as_text,
+    check_special_tokens,
+    text_ids,
+    written,
+)
 from lrlhf.rewards.remote.in_parts import scores_of_parts
 from lrlhf.rewards.remote.remote_http import Exchange, ServiceError
 from lrlhf.rewards.remote.remote_services import Service
@@ -63,9 +69,11 @@ class VLLMReward(CopiesStartAfresh):
         startup_timeout: Seconds that the server may take to come up when the run starts.
         verify: As of `RemoteReward`.
         max_wait: As of `RemoteReward`.
+        special_tokens: As of `LearnedReward`.
     """
 
     ends_by_itself: ClassVar[bool] = True
+    none_is_missing: ClassVar[bool] = True
     _not_copied = ("_client", "_models", "_reader")
 
     def __init__(  # noqa: PLR0913  the keys of a user's config
@@ -87,7 +95,9 @@ class VLLMReward(CopiesStartAfresh):
         startup_timeout: float = 60.0,
         verify: bool | str = True,
         max_wait: float | None = 0.0,
+        special_tokens: SpecialTokens = "with_eos",
     ) -> None:
+        check_special_tokens(special_tokens)
         self._settings = ServiceSettings(
             urls=urls,
             token_env=token_env,
@@ -107,6 +117,7 @@ class VLLMReward(CopiesStartAfresh):
         self._tokenizer, self._chat_template = tokenizer, chat_template
         self._max_tokens, self._batch_size = max_tokens, batch_size
         self._trust_remote_code = trust_remote_code
+        self._special_tokens = special_tokens
         self._start_afresh()
 
     def _start_afresh(self) -> None:
@@ -199,7 +210,8 @@ class VLLMReward(CopiesStartAfresh):
             chat = not isinstance(prompt, str)
             asked = prompt if isinstance(prompt, str) else tuple(as_text(turn) for turn in prompt)
             text = written(tokenizer, self._chat_template, asked, completion, source=source)
-            rows.append(text_ids(tokenizer, text, chat=chat))
+            marks = self._special_tokens
+            rows.append(text_ids(tokenizer, text, chat=chat, special_tokens=marks))
         return rows
 
     async def _ask(self, calls: Calls, part: Sequence[Sequence[int]]) -> list[float] | None:
