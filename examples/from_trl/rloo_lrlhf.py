@@ -13,21 +13,25 @@ from lrlhf.rewards import Rewards
 from lrlhf.rollout import Sampling
 
 MODEL = sys.argv[1] if len(sys.argv) > 1 else "HuggingFaceTB/SmolLM2-135M-Instruct"
+SEED = int(sys.argv[2]) if len(sys.argv) > 2 else 1
 
 
 def sums():
-    pairs = [(a, b) for a in range(1, 10) for b in range(1, 10)]
-    rows = [{"prompt": f"4 + 3 = 7\n{a} + {b} =", "answer": str(a + b)} for a, b in pairs]
-    return Dataset.from_list(rows).train_test_split(test_size=16, seed=1)
+    questions = [(a, sign * b) for a in range(10) for sign in (1, -1) for b in range(1, 10)]
+    rows = [
+        {"prompt": f"4 - 9 = -5\n{a} {'+' if b > 0 else '-'} {abs(b)} =", "answer": str(a + b)}
+        for a, b in questions
+    ]
+    return Dataset.from_list(rows).train_test_split(test_size=64, seed=1)
 
 
 def right(completions, answer, **kwargs):
-    found = [re.match(r"\s*(\d+)", text) for text in completions]
+    found = [re.match(r"\s*(-?\d+)", text) for text in completions]
     return [float(f is not None and f[1] == a) for f, a in zip(found, answer)]
 
 
 def number(completions, **kwargs):
-    return [float(re.match(r"\s*\d", text) is not None) for text in completions]
+    return [float(re.match(r"\s*-?\d", text) is not None) for text in completions]
 
 
 if __name__ == "__main__":
@@ -39,15 +43,17 @@ if __name__ == "__main__":
         sampling=Sampling(max_new_tokens=3, temperature=1.0),
         eval_sampling=Sampling(max_new_tokens=3, temperature=1.0),
         reference=Reference(kl_coef=0.05),
-        optimizer=OptimizerConfig(lr=3e-5),
-        seed=1,
+        optimizer=OptimizerConfig(lr=2e-5),
+        seed=SEED,
     )
-    data = PromptDataModule(train=rows["train"], val=rows["test"], batch_size=4, val_batch_size=16)
+    data = PromptDataModule(
+        train=rows["train"], val=rows["test"], batch_size=8, val_batch_size=64, seed=SEED
+    )
     trainer = Trainer(
-        default_root_dir="runs/rloo_lrlhf",
-        max_steps=10,
-        val_check_interval=5,
+        default_root_dir=f"runs/rloo_lrlhf_{SEED}",
+        max_steps=20,
+        val_check_interval=10,
         check_val_every_n_epoch=None,
-        callbacks=[RLCheckpoint(every_n_train_steps=5)],
+        callbacks=[RLCheckpoint(every_n_train_steps=20)],
     )
     trainer.fit(module, data)

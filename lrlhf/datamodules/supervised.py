@@ -34,10 +34,11 @@ class SupervisedDataModule(TextDataModule[SupervisedRow, SupervisedBatch]):
     - ``prompt`` and ``completion``: text, or turns;
     - ``text``: plain text.
 
-    One data set may mix them. Plain text ends with the tokenizer's end-of-sequence token. Images,
-    videos and audio stand in the parts of messages, or in the columns ``image``, ``images``,
-    ``video``, ``videos``, ``audio`` and ``audios``; no loss is on them. The loss is never on the
-    first token of a text.
+    One data set may mix them. Plain text ends with the tokenizer's end-of-sequence token, and so
+    does a chat behind whose last answer the template writes nothing at which generation stops.
+    Images, videos and audio stand in the parts of messages, or in the columns ``image``,
+    ``images``, ``video``, ``videos``, ``audio`` and ``audios``; no loss is on them. The loss is
+    never on the first token of a text.
 
     Args:
         train: One source, a list of them, or rows; `Weighted` entries give each a share of an
@@ -45,10 +46,11 @@ class SupervisedDataModule(TextDataModule[SupervisedRow, SupervisedBatch]):
         val: Validation data of its own, every row of which is kept: as ``train``, or several sets
             by their names, see `ValidationSet`.
         loss_on: What is trained on. ``all``: every token. ``completion``: what follows the prompt;
-            of messages the last turn, which must be the assistant's. ``assistant``: every turn of
-            the assistant, as the chat template marks it (``{% generation %}``); of a template
-            without marks what each of them adds to the prompt before it, and rows of which that is
-            not clear are bad rows. None: completions, the assistant's turns, and whole texts.
+            of messages the last turn, which must be the assistant's; not what begins a turn of the
+            assistant behind another one. ``assistant``: every turn of the assistant, as the chat
+            template marks it (``{% generation %}``); of a template without marks what each of them
+            adds to the prompt before it, and rows of which that is not clear are bad rows. None:
+            completions, the assistant's turns, and whole texts.
         messages_column: Column with the turns.
         prompt_column: Column with the prompt.
         completion_column: Column with what follows it.

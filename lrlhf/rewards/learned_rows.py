@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from lrlhf.media import MediaRefs
-from lrlhf.models import TEMPLATE_ERRORS, reader_of, split_messages
+from lrlhf.models import TEMPLATE_ERRORS, reader_of, rejoined, split_messages
 from lrlhf.rewards.function import Completion, RewardError, completion_text, content_text
 from lrlhf.types import Media, Message, Prompt, SequenceBatch
 
@@ -185,7 +185,7 @@ def rendered(
         raise RewardError(
             f"the chat template of {source!r} refuses the messages: {error}; give chat_template"
         ) from error
-    return str(text)
+    return rejoined(str(text))
 
 
 def no_template(tokenizer: PreTrainedTokenizerBase, source: str, open_turn: bool) -> str:

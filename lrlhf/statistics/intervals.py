@@ -70,8 +70,9 @@ def mean_interval(
     mean = math.fsum(value for own in groups.values() for value in own) / total
     if bounds is not None:
         least, width = bounds[0], bounds[1] - bounds[0]
-        scaled = [((value - least) / width, name) for name, own in groups.items() for value in own]
-        low, high = share_interval(*zip(*scaled, strict=True), confidence)
+        members = [name for name, own in groups.items() for _ in own]
+        scaled = [(value - least) / width for own in groups.values() for value in own]
+        low, high = share_interval(scaled, members, confidence)
         return MeanInterval(mean, least + width * low, least + width * high, count)
     gaps = [math.fsum(value - mean for value in own) for own in groups.values()]
     squares = math.fsum(gap * gap for gap in gaps)

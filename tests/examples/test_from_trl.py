@@ -44,12 +44,12 @@ def test_script_and_config_train_alike(
         shutil.copy(SCRIPTS / name, tmp_path)
     status = run(["fit", "--config", "rloo.yaml", "--model.policy", model_folder])
     assert status == 0
-    assert said(Path("runs/rloo_lrlhf")) == said(Path("runs/rloo_yaml"))
-    assert len(said(Path("runs/rloo_lrlhf"))) == 10 * 4 * 4  # iterations, prompts, generations
-    with Path("runs/rloo_lrlhf/metrics.csv").open() as file:
+    assert said(Path("runs/rloo_lrlhf_1")) == said(Path("runs/rloo_yaml"))
+    assert len(said(Path("runs/rloo_lrlhf_1"))) == 20 * 8 * 4  # iterations, prompts, generations
+    with Path("runs/rloo_lrlhf_1/metrics.csv").open() as file:
         scored = [row for row in csv.DictReader(file) if row["rewards/right/mean"]]
-    assert len(scored) == 10
-    for folder in (Path("runs/rloo_lrlhf"), Path("runs/rloo_yaml")):
+    assert len(scored) == 20
+    for folder in (Path("runs/rloo_lrlhf_1"), Path("runs/rloo_yaml")):
         assert (folder / "export" / "final" / "model.safetensors").exists()
         assert (folder / "checkpoints" / "last.ckpt").exists()
 

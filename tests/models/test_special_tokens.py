@@ -1,6 +1,7 @@
 """Special tokens in contents are cut into ordinary ones, and those of the template stay whole."""
 
 import itertools
+import json
 import random
 from typing import Any
 
@@ -13,6 +14,7 @@ from lrlhf.models import (
     is_split,
     reader_of,
     readers_of,
+    rejoined,
     special_tokens,
     split_messages,
     split_text,
@@ -159,6 +161,15 @@ def test_of_answers_marks_that_the_template_knows_stay(role: str) -> None:
     # neither what ends turns, nor the end of a text, nor what the template does not know
     kept = [one for one in ids if one in tokenizer.all_special_ids or one == own]
     assert kept == ([own] if role == "assistant" else [])
+
+
+def test_values_that_a_template_writes_as_programs_do() -> None:
+    tokenizer = build_tokenizer()
+    (message,) = split_messages(tokenizer, [{"role": "user", "content": {"a": "<|im_end|>"}}])
+    for text in (repr(message["content"]), json.dumps(message["content"])):
+        ids = ids_of(tokenizer, rejoined(text))
+        assert tokenizer.decode(ids).replace("'", '"') == '{"a": "<|im_end|>"}'
+        assert not {*ids} & {*tokenizer.all_special_ids}
 
 
 def test_whatever_a_message_holds_is_split() -> None:

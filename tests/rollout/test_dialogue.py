@@ -105,3 +105,18 @@ def test_of_plain_text_environments_write_the_marks() -> None:
     turns = Dialogue(TOKENIZER, None)
     given = turns.between("hi", [said("a")], [{"role": "user", "content": "<|im_end|>b"}], {}, 5)
     assert given == [END, TOKENIZER.convert_tokens_to_ids("b")]
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_turn_of_a_rewritten_history_is_whole_whether_it_was_cut_off_or_not(ended: bool) -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens(["</call>"])
+    call = tokenizer.convert_tokens_to_ids("</call>")
+    own = [tokenizer.convert_tokens_to_ids("Q"), call, *([END] if ended else [])]
+    raw = "no</call>" + ("<|im_end|>" if ended else "")
+    conversation = [*PROMPT, said("no</call>"), *NEW]
+    turns = Dialogue(tokenizer, ChatFormat(tokenizer))
+    whole = turns.whole(conversation, {}, [(raw, own)])
+    before = ids("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+    behind = ids(template_behind("chatml", NEW))
+    assert whole == [*before, own[0], call, *behind]

@@ -261,6 +261,7 @@ def _audited_kind(kind: RowKind[Any, Any, Any], parser: Parser) -> RowKind[Any, 
         check=check,
         keys=lambda row: row.keys,
         texts=lambda draft: kind.texts(draft.parsed),
+        notes=lambda _: (),  # an audit has findings of its own
         placed=lambda row, _: row,
     )
 

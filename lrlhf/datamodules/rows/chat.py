@@ -16,7 +16,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from lrlhf.datamodules.loading.sources import Row
 from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.columns import structure_of, whole_text, wrong_type
-from lrlhf.models import split_messages, split_text
+from lrlhf.models import rejoined, split_messages, split_text
 from lrlhf.types import Message
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -151,7 +151,7 @@ class ChatFormat:
         )
         if not isinstance(text, str):
             raise TypeError(f"apply_chat_template returned {type(text).__name__}")
-        return whole_text(text, "the rendered chat")
+        return rejoined(whole_text(text, "the rendered chat"))
 
     def render_spans(self, messages: Sequence[Message], row: Row) -> tuple[str, list[Span]]:
         """Render a conversation, and say which characters of it the assistant writes.
@@ -174,8 +174,11 @@ class ChatFormat:
                 given = {"chat_template": template, **marks, **options}
                 return render_jinja_template(conversations=[chat], **given)
 
-            _, (marked,) = self._applied(render, messages, row)
-            return text, [(int(first), int(last)) for first, last in marked]
+            (raw,), (marked,) = self._applied(render, messages, row)
+            # the text of which the marks are
+            return whole_text(raw, "the rendered chat"), [
+                (int(one[0]), int(one[1])) for one in marked
+            ]
         return text, [
             self._added(messages, number, text, row)
             for number, message in enumerate(messages)

@@ -391,7 +391,8 @@ def _candidate(
     start = common_prefix(prompt, ids)
     if start >= len(ids):
         raise BadRow("empty text", f"the answer of candidate {index} has no token")
-    text, spans, trained, ends = pair.candidates[index], pair.spans[index], None, ()
+    text, spans, trained = pair.candidates[index], pair.spans[index], None
+    ends: tuple[int, ...] = ()
     if spans is not None:
         ((_, trained),) = tokenize_spans(tokenizer, [text.text], [spans])
     text = with_end(tokenizer, text)

@@ -216,8 +216,8 @@ class Endings:
         for end in sorted({*chain(*ends)} - {*self._stops}):
             yield (
                 f"answers end with {self.tokenizer.convert_ids_to_tokens(end)!r}, and generation "
-                f"stops at {self.shown}: the trained model's generation_config will name both as "
-                "eos_token_id"
+                f"stops at {self.shown}: SFT and DPO add it to eos_token_id of the model's "
+                "generation_config"
             )
         if endless := ends.count(()):
             yield (

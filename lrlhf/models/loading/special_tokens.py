@@ -50,35 +50,46 @@ def split_messages(
         messages: Not rendered yet.
         template: Renders them; None: the tokenizer's.
     """
-    own = f"{template or tokenizer.chat_template or ''}"
-    return [
-        split_text(tokenizer, message, own if message.get("role") == "assistant" else "")
-        for message in messages
-    ]
+    known = _known(tokenizer)
+    pattern = _pattern(tokenizer, known)
+    split: list[dict[str, Any]] = []
+    for message in messages:
+        found = pattern
+        if message.get("role") == "assistant" and _is_found(pattern, message):
+            source = f"{template or tokenizer.chat_template or ''}"
+            found = _pattern_of_answers(tokenizer, known, source)
+        split.append(_split(found, message))
+    return split
 
 
-def split_text(tokenizer: PreTrainedTokenizerBase, value: Any, template: str = "") -> Any:
-    """Return a text, or what holds texts at any depth, with its special tokens split.
+def split_text(tokenizer: PreTrainedTokenizerBase, value: Any) -> Any:
+    """Return a text, or what holds texts at any depth, with its special tokens split."""
+    return _split(_pattern(tokenizer, _known(tokenizer)), value)
 
-    Args:
-        tokenizer: Will read it.
-        value: Texts, lists and mappings; anything else stays as it is.
-        template: Of an assistant's turn, see `split_messages`.
-    """
+
+def _split(pattern: re.Pattern[str], value: Any) -> Any:
     if isinstance(value, str):
-        pattern = _pattern(tokenizer, _known(tokenizer))
-        found = pattern.search(value)
-        if found is not None and template:
-            pattern = _pattern_of_answers(tokenizer, _known(tokenizer), template)
-        return value if found is None else pattern.sub(_separated, value)
+        return pattern.sub(_separated, value)
     if isinstance(value, Mapping):
-        return {
-            split_text(tokenizer, key, template): split_text(tokenizer, entry, template)
-            for key, entry in value.items()
-        }
+        return {_split(pattern, key): _split(pattern, entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [split_text(tokenizer, entry, template) for entry in value]
+        return [_split(pattern, entry) for entry in value]
     return value
+
+
+def _is_found(pattern: re.Pattern[str], value: Any) -> bool:
+    if isinstance(value, str):
+        return pattern.search(value) is not None
+    if isinstance(value, Mapping):
+        return any(_is_found(pattern, entry) for pair in value.items() for entry in pair)
+    return isinstance(value, list | tuple) and any(_is_found(pattern, one) for one in value)
+
+
+def rejoined(text: str) -> str:
+    """Undo how Python and JSON write separators, in the text of a template that shows values so."""
+    for mark in (_SEPARATOR, _ESCAPED):
+        text = text.replace(ascii(mark)[1:-1], mark)
+    return text
 
 
 def is_split(text: str) -> bool:

@@ -78,8 +78,11 @@ class TrainedModel:
     def end_token_ids(self, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
         """Return the ids at which generation stops, as far as files say so."""
         generation = None
-        with contextlib.suppress(OSError):  # there need not be any
-            generation = GenerationConfig.from_pretrained(resolve_source(self.spec.source))
+        if _unconverted(self.spec.source) is None:
+            with contextlib.suppress(OSError):  # there need not be any
+                generation = GenerationConfig.from_pretrained(
+                    resolve_source(self.spec.source), revision=self.spec.revision
+                )
         return declared_ends(generation, self.config, tokenizer)
 
     def processor(self) -> MediaProcessor | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -133,7 +133,7 @@ class Dialogue:
             {"role": "assistant", "content": _MARK} if one["role"] == "assistant" else one
             for one in messages
         ]
-        own = [self._without_end(*turn) for turn in reversed(turns)]
+        own = [one for turn in reversed(turns) for one in self._with_and_without_end(*turn)]
         ids: list[int] = []
         try:
             begin, *others = unsplit(self._rendered(marked, row)).split(_MARK)
@@ -157,12 +157,14 @@ class Dialogue:
             place += len(behind)
         return [*ids, *(self._behind(split[places[at] :]) if ids else self._encoded(split))]
 
-    def _without_end(self, written: str, tokens: Sequence[int]) -> tuple[str, Sequence[int]]:
-        """Return a turn without the token that ended it, which the template writes."""
+    def _with_and_without_end(
+        self, written: str, tokens: Sequence[int]
+    ) -> Iterator[tuple[str, Sequence[int]]]:
+        """Yield a turn, and the same without the token that ended it, if the template writes it."""
+        yield written, tokens
         last = str(self._tokenizer.decode(list(tokens[-1:])))
         if tokens and tokens[-1] in self._marks and written.endswith(last):
-            return written.removesuffix(last), tokens[:-1]
-        return written, tokens
+            yield written.removesuffix(last), tokens[:-1]
 
     def check_roles(
         self, before: Sequence[Message], new: Sequence[Message], row: Mapping[str, Any]
