@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import io
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -434,3 +436,17 @@ def plain_logprobs(model: PreTrainedModel, vlm: Vlm, entry: Row) -> torch.Tensor
     logprobs = logits.masked_fill(banned, -torch.inf).log_softmax(-1)
     targets = torch.tensor(entry.input_ids)[-entry.response :]
     return logprobs[-entry.response - 1 : -1].gather(1, targets[:, None])[:, 0]
+
+
+def gif_bomb(side: int, frames: int) -> bytes:
+    """One pixel, and then ``frames`` squares of some bytes each."""
+    stream = io.BytesIO()
+    Image.new("P", (side, side)).save(stream, "GIF")
+    square = stream.getvalue()
+    start = square.index(b"," + struct.pack("<4H", 0, 0, side, side))
+    colours = square[start + 9] & 0x80
+    begin = start + 10 + (3 << ((square[start + 9] & 7) + 1) if colours else 0)
+    later = b"," + struct.pack("<4HB", 0, 0, side, side, 0) + square[begin : square.rindex(b";")]
+    first = b"," + struct.pack("<4HB", 0, 0, 1, 1, 0) + bytes.fromhex("0202440100")
+    head = b"GIF89a" + struct.pack("<2H", 1, 1) + bytes.fromhex("800000 000000ffffff")
+    return head + first + later * frames + b";"

@@ -6,7 +6,7 @@ import csv
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +59,12 @@ class RunFiles:
         """The merged config; empty for a run that was started from Python."""
         path = self.folder / "config.yaml"
         return yaml.safe_load(path.read_text()) if path.exists() else {}
+
+    @property
+    def media(self) -> list[Path]:
+        """The folders of images, videos and audio that the config names: ``media.root``."""
+        data = self.config.get("data")
+        return [Path(root).expanduser() for root in dict.fromkeys(_roots(data))]
 
     @property
     def evaluations(self) -> dict[int, Path]:
@@ -182,3 +188,15 @@ def _number(text: str, path: Path, line: int, column: str) -> float:
         return float(text)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}, line {line}: {column} is {text!r}, no number") from error
+
+
+def _roots(settings: Any) -> Iterator[str]:
+    """Yield each ``root`` of ``media``, and each ``media_root``, wherever it stands."""
+    if isinstance(settings, Mapping):
+        media = settings.get("media")
+        own = media.get("root") if isinstance(media, Mapping) else None
+        yield from (one for one in (own, settings.get("media_root")) if isinstance(one, str))
+        settings = list(settings.values())
+    if isinstance(settings, list):
+        for entry in settings:
+            yield from _roots(entry)

@@ -28,6 +28,14 @@ _STREAMED = 0x7FFFF000
 _PCM = ("uint8", "int8", "int16", "int32")
 """Types of integers whose width tells how loud the loudest sample is."""
 _LOUDEST = 10.0
+_MOST_SAMPLES = 2**28
+"""Of all channels as they are read, and of one as the most demanding processor hears it."""
+_FINEST = 48_000
+"""Samples per second of that processor."""
+_FORMATS = (
+    "WAV", "WAVEX", "W64", "RF64", "AIFF", "AU", "FLAC", "OGG", "MP3", "CAF", "NIST", "VOC",
+)  # fmt: skip
+"""What libsndfile may read; of others one (SD2) looks into a second file."""
 _TO_FLOATS = "give floats between -1 and 1 (samples of 16 bits divided by 32768), or an int16 array"
 _FORM = "a path, bytes, or {'array': samples, 'sampling_rate': rate}"
 
@@ -53,7 +61,9 @@ class Audio:
         """Return the same sound with another number of samples per second (soxr, high quality)."""
         if sampling_rate == self.sampling_rate:
             return self
-        samples = _package("soxr").resample(self.samples, self.sampling_rate, sampling_rate)
+        soxr = _package("soxr")
+        with explained("broken audio", f"a sound of {self.sampling_rate} samples per second"):
+            samples = soxr.resample(self.samples, self.sampling_rate, sampling_rate)
         return Audio(samples, sampling_rate)
 
 
@@ -163,13 +173,26 @@ def _opened(value: Any, name: str) -> Any:
     content = local_content(value, name)
     if not isinstance(content, Path | bytes):
         raise MediaError("wrong type", f"an audio is {_FORM}, not {type(content).__name__}")
-    return _package("soundfile").SoundFile(
+    file = _package("soundfile").SoundFile(
         str(content) if isinstance(content, Path) else io.BytesIO(content)
     )
+    if file.format not in _FORMATS:
+        file.close()
+        raise MediaError(
+            "broken audio", f"{name} is of the format {file.format}; read are {', '.join(_FORMATS)}"
+        )
+    return file
 
 
 def _seconds(file: Any, name: str) -> float:
-    """Return how long a file says that it is, if it has as much as it says."""
+    """Return how long a file says that it is, if it has as much as it says, and not too much."""
+    if file.frames * file.channels > _MOST_SAMPLES:
+        raise MediaError(
+            "audio too long",
+            f"{name} has {file.frames} samples of {file.channels} channels; {_MOST_SAMPLES} in all "
+            "is the most",
+            remedy="cut such files into parts beforehand",
+        )
     found = _CUT_OFF.search(file.extra_info)
     if found is not None and int(found[2]) < int(found[1]) < _STREAMED:
         raise MediaError("broken audio", f"{name} has {found[2]} of {found[1]} bytes of sound")
@@ -184,10 +207,12 @@ def _check_seconds(seconds: float, most: float | None, name: str) -> None:
             f"{name} has {seconds:.3g} s of sound; {_SHORTEST} s is the least",
             remedy="leave such rows out",
         )
-    if most is not None and seconds > most:
+    limit = _MOST_SAMPLES / _FINEST if most is None else most
+    if seconds > limit:
+        heard = f"{limit:.0f} s is the most" if most is None else f"the model hears {most:g} s"
         raise MediaError(
             "audio too long",
-            f"{name} has {seconds:.4g} s of sound, and the model hears {most:g} s",
+            f"{name} has {seconds:.4g} s of sound, and {heard}",
             remedy="cut such files into parts beforehand",
         )
 

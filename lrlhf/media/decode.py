@@ -7,35 +7,52 @@ import binascii
 import importlib
 import io
 import math
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Literal
+from types import ModuleType, TracebackType
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageOps, ImageSequence
+from PIL import ExifTags, Image
 
-from lrlhf.media.refs import media_name
+from lrlhf.media.animations import FORMATS as ANIMATIONS
+from lrlhf.media.animations import Animation, animation_of
+from lrlhf.media.refs import MediaPart, PartOptions, media_name
 
 _REMOTE = ("http://", "https://", "s3://", "gs://", "hf://")
-_STILLS = (".gif", ".webp", ".apng", ".png")
-"""Files that Pillow reads frame by frame."""
-_GIF_FPS = 10.0
-_DAMAGED: tuple[type[Exception], ...] = (
-    OSError,
-    SyntaxError,
-    ValueError,
-    TypeError,
-    EOFError,
-    LookupError,
-    RuntimeError,
-    Image.DecompressionBombError,
+IMAGES = (
+    "PNG", "JPEG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "AVIF", "JPEG2000", "PPM", "TGA", "ICO",
+    "PCX", "SGI",
+)  # fmt: skip
+"""Formats of images, by Pillow's names. Others may be read by programs of the system (EPS, WMF)."""
+_FILMS = (
+    "mov,matroska,avi,mpeg,mpegts,mpegvideo,flv,asf,ogg,mxf,nut,ivf,dv,h264,hevc,m4v,av1,obu,"
+    "wav,mp3,flac"
 )
-"""How readers fail at damaged files."""
+"""Containers of films and sounds, by FFmpeg's names. Others are lists that name further files: HLS,
+DASH, concat, SDP, patterns of images."""
+_FILM_PIXELS = 40_000_000
+"""Pixels of a frame that has to be decoded: those of 8K, with the margins that decoders add."""
+_ANIMATION_PIXELS = 2**32
+"""Pixels of all frames of an animated picture, each of which has to be decoded."""
+_TAKEN_PIXELS = 2**28
+"""Pixels of all frames that are taken from one video: 805 MB."""
+_TURNED = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""What turns a photo upright, by its EXIF orientation."""
 
 
 class BadRow(ValueError):  # noqa: N818 - one row is a finding to be counted, not yet an error
@@ -97,11 +114,64 @@ class Video:
 
     Args:
         frames: uint8 `[F, H, W, 3]`, RGB.
-        fps: Frames per second of these frames.
+        fps: Frames per second of these frames, which last as long as the video.
     """
 
     frames: NDArray[np.uint8]
     fps: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Reading:
+    """How one image or video is read: by the options of all, and those of its part."""
+
+    part: PartOptions
+    max_pixels: int | None
+    max_frames: int
+    fps: float
+
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """Width and height that the part asks for."""
+        height, width = self.part.resized_height, self.part.resized_width
+        return None if height is None or width is None else (width, height)
+
+
+def reading_of(value: Any, options: MediaOptions) -> tuple[Any, _Reading]:
+    """Separate what is shown from the options of its part.
+
+    Raises:
+        MediaError: The part asks for more than ``media`` allows.
+    """
+    own = value.options if isinstance(value, MediaPart) else PartOptions()
+    most = Image.MAX_IMAGE_PIXELS or math.inf
+    limit = most if options.max_pixels is None else min(most, options.max_pixels)
+    asked = {
+        "resized_height and resized_width": (own.resized_height or 0) * (own.resized_width or 0),
+        "min_pixels": own.min_pixels or 0,
+    }
+    for name, pixels in asked.items():
+        if pixels > limit:
+            raise _unusable(name, f"{pixels} pixels, and {limit} is the most", "media.max_pixels")
+    for name in ("nframes", "min_frames"):
+        frames = getattr(own, name) or 0
+        if frames > options.max_frames:
+            raise _unusable(name, f"{frames}, and {options.max_frames} is the most", "max_frames")
+    limits = (options.max_pixels, own.max_pixels)
+    return value.value if isinstance(value, MediaPart) else value, _Reading(
+        part=own,
+        max_pixels=min((one for one in limits if one is not None), default=None),
+        max_frames=min(options.max_frames, own.max_frames or options.max_frames),
+        fps=own.fps or options.fps,
+    )
+
+
+def _unusable(name: str, what: str, setting: str) -> MediaError:
+    return MediaError(
+        "option of a media part",
+        f"{name} of a part is {what}",
+        remedy=f"raise media.{setting.removeprefix('media.')}, or change the part",
+    )
 
 
 def read_image(value: Any, options: MediaOptions) -> Image.Image:
@@ -109,18 +179,34 @@ def read_image(value: Any, options: MediaOptions) -> Image.Image:
 
     Args:
         value: A path, bytes, a ``data:`` URI, a ``PIL.Image``, a uint8 array `[H, W]`, `[H, W, 3]`
-            or `[H, W, 4]`, or ``{"bytes": …, "path": …}``.
+            or `[H, W, 4]`, ``{"bytes": …, "path": …}``, or a `MediaPart` of these.
         options: How.
 
     Raises:
         MediaError: It is missing, broken, empty, or of another type.
     """
+    value, how = reading_of(value, options)
+    return _image(value, how)
+
+
+def _image(value: Any, how: _Reading) -> Image.Image:
     name = media_name(value)
     with explained("broken image", name), _opened_image(value, name) as opened:
         _check_size(opened.size, name)
-        upright = ImageOps.exif_transpose(opened)
-        image = _rgb(opened if upright is None else upright)
-    return _scaled(image, options.max_pixels)
+        opened.load()  # a TIFF file is turned as it is loaded, and says so afterwards
+        turn = _TURNED.get(_orientation(opened))
+        image = _rgb(opened if turn is None else opened.transpose(turn))
+    return _scaled(image, how)
+
+
+def _orientation(image: Image.Image) -> Any:
+    """Return the one tag that matters, whatever the others are; 1: stored upright."""
+    try:
+        return image.getexif().get(ExifTags.Base.Orientation, 1)
+    except MemoryError:
+        raise
+    except Exception:  # noqa: BLE001 - viewers show a photo whose tags cannot be read as it lies
+        return 1
 
 
 def check_image(value: Any) -> tuple[int, int]:
@@ -129,6 +215,7 @@ def check_image(value: Any) -> tuple[int, int]:
     Raises:
         MediaError: It is no image.
     """
+    value = value.value if isinstance(value, MediaPart) else value
     name = media_name(value)
     with explained("broken image", name), _opened_image(value, name) as opened:
         _check_size(opened.size, name)
@@ -136,16 +223,18 @@ def check_image(value: Any) -> tuple[int, int]:
 
 
 def read_video(value: Any, options: MediaOptions) -> Video:
-    """Read some frames of a video, evenly over its length.
+    """Read some frames of a video, evenly over its time.
 
     Args:
         value: A path or bytes of a file (with PyAV; animated GIF, WebP and PNG with Pillow), a
-            list of images, a uint8 array `[F, H, W, 3]`, or ``{"bytes": …, "path": …}``.
+            list of images, a uint8 array `[F, H, W, 3]`, ``{"bytes": …, "path": …}``, or a
+            `MediaPart` of these.
         options: How many frames, and how large.
 
     Raises:
         MediaError: It is missing, broken, has no frames, or is of another type.
     """
+    value, how = reading_of(value, options)
     name = media_name(value)
     if isinstance(value, Video):
         return value
@@ -157,18 +246,26 @@ def read_video(value: Any, options: MediaOptions) -> Video:
             )
         value = list(value)
     if isinstance(value, list | tuple):
-        chosen = [value[index] for index in _evenly(len(value), options.max_frames)]
-        images = [read_image(entry, options) for entry in chosen]
-        return Video(_frames(images, name), options.fps)
+        return _given(value, name, how)
     if not isinstance(value, Path | bytes):
         raise MediaError("wrong type", f"a video is a path, bytes or frames, not {_kind(value)}")
-    if _is_animation(value):
-        return _animation(value, name, options)
-    return _film(value, name, options)
+    for option in ("sample_fps", "timestamps"):
+        if getattr(how.part, option) is not None:
+            raise MediaError(
+                "option of a media part",
+                f"{name} is a file, and {option} describes frames that are given",
+                remedy="write fps for the rate at which frames are taken from a film",
+            )
+    with explained("broken video", name), _opened(value) as stream:
+        animation = animation_of(stream)
+        if animation is not None:
+            return _animation(stream, animation, name, how)
+    return _film(value, name, how)
 
 
 def check_video(value: Any) -> None:
     """Make sure that a video's file is there and not empty, or raise `MediaError`."""
+    value = value.value if isinstance(value, MediaPart) else value
     name = media_name(value)
     content = None if isinstance(value, Video) else local_content(value, name)
     empty = content.stat().st_size == 0 if isinstance(content, Path) else False
@@ -177,14 +274,29 @@ def check_video(value: Any) -> None:
 
 
 @contextmanager
-def explained(reason: str, name: str, *more: type[Exception]) -> Iterator[None]:
-    """Turn what the readers of damaged files raise into a `MediaError`."""
+def explained(reason: str, name: str) -> Iterator[None]:
+    """Turn whatever the readers of damaged files raise into a `MediaError`.
+
+    They raise anything. What this package raises itself is a mistake of its own, unless it is an
+    error of a file or a value, and goes on as it is.
+    """
     try:
         yield
-    except MediaError:
+    except (MediaError, ImportError):
         raise
-    except _DAMAGED + more as error:
+    except Exception as error:
+        own = not isinstance(error, OSError | ValueError) and _is_own(error.__traceback__)
+        # FFmpeg has a kind of its own, of frames that would be too large
+        if own or type(error) is MemoryError:
+            raise
         raise MediaError(reason, f"{name}: {error}") from error
+
+
+def _is_own(trace: TracebackType | None) -> bool:
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    # compiled readers have frames without a name
+    return trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("lrlhf.")
 
 
 def local_content(value: Any, name: str) -> Any:
@@ -233,10 +345,8 @@ def _opened_image(value: Any, name: str) -> Image.Image:
     if isinstance(value, Image.Image):
         return value.copy()  # closed afterwards
     content = local_content(value, name)
-    if isinstance(content, Path):
-        return Image.open(content)
-    if isinstance(content, bytes):
-        return Image.open(io.BytesIO(content))
+    if isinstance(content, Path | bytes):
+        return open_image(content)
     if isinstance(content, np.ndarray):
         right = content.ndim == 2 or (content.ndim == 3 and content.shape[2] in (3, 4))
         if content.dtype != np.uint8 or not right:
@@ -248,12 +358,20 @@ def _opened_image(value: Any, name: str) -> Image.Image:
     raise MediaError("wrong type", f"an image is a path, bytes or pixels, not {_kind(value)}")
 
 
-def _check_size(size: tuple[int, int], name: str) -> None:
+def open_image(content: Path | bytes | BinaryIO, formats: Sequence[str] = IMAGES) -> Image.Image:
+    """Open an image file of a known format, which names no other file and starts no program."""
+    Image.init()  # an old Pillow knows fewer
+    known = [name for name in formats if name in Image.OPEN]
+    return Image.open(io.BytesIO(content) if isinstance(content, bytes) else content, "r", known)
+
+
+def _check_size(size: tuple[int, int], name: str, most: int | None = None) -> None:
     """Refuse what has no pixels, and what has so many that a small file fills the memory."""
-    if Image.MAX_IMAGE_PIXELS is not None and size[0] * size[1] > Image.MAX_IMAGE_PIXELS:
+    most = Image.MAX_IMAGE_PIXELS if most is None else most
+    if most is not None and size[0] * size[1] > most:
         raise MediaError(
             "image too large",
-            f"{name} is {size[0]} x {size[1]} pixels; {Image.MAX_IMAGE_PIXELS} in all is the most",
+            f"{name} is {size[0]} x {size[1]} pixels; {most} in all is the most",
             remedy="scale such images down beforehand",
         )
     if min(size) < 1:
@@ -275,84 +393,226 @@ def _rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _scaled(image: Image.Image, max_pixels: int | None) -> Image.Image:
-    width, height = image.size
-    if max_pixels is None or width * height <= max_pixels:
-        return image
-    factor = math.sqrt(max_pixels / (width * height))
-    # where one side would be less than a pixel, the other one has all that there may be
-    sides = (max(1, math.floor(side * factor)) for side in image.size)
-    width, height = (min(side, max_pixels) for side in sides)
-    return image.resize((width, height), Image.Resampling.BICUBIC)
+def _scaled(image: Image.Image, how: _Reading) -> Image.Image:
+    size, most, least = image.size, how.max_pixels, how.part.min_pixels
+    pixels = size[0] * size[1]
+    if how.size is not None:
+        size = how.size
+    elif most is not None and pixels > most:
+        factor = math.sqrt(most / pixels)
+        # where one side would be less than a pixel, the other one has all that there may be
+        width, height = (min(max(1, math.floor(side * factor)), most) for side in size)
+        size = width, height
+    elif least is not None and pixels < least:
+        factor = math.sqrt(least / pixels)
+        size = math.ceil(size[0] * factor), math.ceil(size[1] * factor)
+    _check_size(size, "the scaled image")
+    return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
 
 
-def _evenly(count: int, most: int) -> list[int]:
-    """Pick at most ``most`` of ``count`` places, the middles of equal stretches."""
-    taken = min(count, most)
-    return [int((index + 0.5) * count / taken) for index in range(taken)]
+def _chosen(
+    starts: Sequence[float], end: float, name: str, how: _Reading, rate: float | None = None
+) -> tuple[list[int], float]:
+    """Pick the frames that are shown at the middles of equal stretches of a video's time.
 
+    Args:
+        starts: Seconds at which each frame begins, the first at 0.
+        end: Second at which the last one ends.
+        name: Of the video.
+        how: How many.
+        rate: Frames per second to take; None: all frames.
 
-def _taken(count: int, fps: float, options: MediaOptions) -> int:
-    """Number of frames to take from ``count`` at ``fps``."""
-    wanted = max(1, round(count / fps * options.fps)) if fps > 0 else count
-    return min(count, wanted, options.max_frames)
-
-
-def _frames(images: Sequence[Image.Image], name: str) -> NDArray[np.uint8]:
-    if not images:
+    Returns:
+        Which frames, and how many per second they are.
+    """
+    if not starts:
         raise MediaError("video without frames", f"{name} has none")
-    if len({image.size for image in images}) > 1:
-        raise MediaError("broken video", f"the frames of {name} have different sizes")
-    return np.stack([np.asarray(image) for image in images])
+    part = how.part
+    begin, finish = part.video_start or 0.0, min(end, part.video_end or math.inf)
+    if begin >= finish:
+        raise MediaError(
+            "video without frames", f"{name} lasts {end:.4g} s, and is shown from {begin:g} s on"
+        )
+    first, last = bisect_right(starts, begin) - 1, bisect_left(starts, finish)
+    there, seconds = last - first, finish - begin
+    wanted = there if rate is None else max(1, part.min_frames or 1, round(seconds * rate))
+    if part.nframes is not None:
+        wanted = part.nframes
+        if wanted > there:
+            raise MediaError(
+                "option of a media part", f"nframes is {wanted}, and {name} has {there} frames"
+            )
+    count = min(wanted, there, how.max_frames)
+    if count == there:
+        return list(range(first, last)), count / seconds
+    middles = (begin + (index + 0.5) * seconds / count for index in range(count))
+    # a frame that begins at a middle is shown there, however both were rounded
+    places = [bisect_right(starts, middle + 1e-9 * end) - 1 for middle in middles]
+    return places, count / seconds
 
 
-def _is_animation(content: Path | bytes) -> bool:
-    if isinstance(content, Path):
-        return content.suffix.lower() in _STILLS
-    return content.startswith((b"GIF8", b"\x89PNG")) or content[8:12] == b"WEBP"
+def _filled(images: Iterator[Image.Image], count: int, name: str) -> NDArray[np.uint8]:
+    """Put frames of one size into an array, and hold one of them at a time beside it."""
+    frames: NDArray[np.uint8] | None = None
+    for index, image in enumerate(images):
+        pixels = np.asarray(image)
+        if frames is None:
+            if count * pixels.size > 3 * _TAKEN_PIXELS:
+                raise MediaError(
+                    "video too large",
+                    f"{count} frames of {image.width} x {image.height} pixels would be taken from "
+                    f"{name}; {_TAKEN_PIXELS} pixels in all is the most",
+                    remedy="lower media.max_pixels or media.max_frames",
+                )
+            frames = np.empty((count, *pixels.shape), np.uint8)
+        if pixels.shape != frames.shape[1:]:
+            raise MediaError("broken video", f"the frames of {name} have different sizes")
+        frames[index] = pixels
+    assert frames is not None  # there is one at least
+    return frames
 
 
-def _animation(content: Path | bytes, name: str, options: MediaOptions) -> Video:
-    with explained("broken video", name), Image.open(_handle(content)) as opened:
-        _check_size(opened.size, name)
-        frames = [frame.copy() for frame in ImageSequence.Iterator(opened)]
-        # of a WebP it is known only now
-        milliseconds = float(opened.info.get("duration") or 1000 / _GIF_FPS)
-    fps = 1000 / milliseconds
-    chosen = _evenly(len(frames), _taken(len(frames), fps, options)) if frames else []
-    images = [read_image(frames[index], options) for index in chosen]
-    return Video(_frames(images, name), fps * len(chosen) / max(1, len(frames)))
+def _given(values: Sequence[Any], name: str, how: _Reading) -> Video:
+    """Take frames of which the row has a list, at the rate that its part says."""
+    stamps, rate = how.part.timestamps, how.part.sample_fps or how.fps
+    starts, end = [index / rate for index in range(len(values))], len(values) / rate
+    if stamps is not None:
+        if len(stamps) != len(values):
+            raise MediaError("option of a media part", f"{len(stamps)} timestamps stand for {name}")
+        starts = [stamp - stamps[0] for stamp in stamps]
+        end = _end(starts, None, rate)
+    chosen, fps = _chosen(starts, end, name, how)
+    images = (_image(values[index], how) for index in chosen)
+    return Video(_filled(images, len(chosen), name), fps)
 
 
-def _film(content: Path | bytes, name: str, options: MediaOptions) -> Video:
-    av = _pyav()
-    with explained("broken video", name, av.error.FFmpegError):
-        # a stream may not say how many frames it has: they are counted first
-        count, fps = _measure(av, content)
-        if not count:
-            raise MediaError("video without frames", f"{name} has none")
-        chosen = set(_evenly(count, _taken(count, fps, options)))
-        images = []
-        with av.open(_handle(content)) as container:
-            for index, frame in enumerate(container.decode(video=0)):
-                if index in chosen:
-                    images.append(_scaled(frame.to_image().convert("RGB"), options.max_pixels))
-                if len(images) == len(chosen):
-                    break
-    return Video(_frames(images, name), fps * len(images) / count)
+def _end(starts: Sequence[float], last: float | None, rate: float) -> float:
+    """Return when the last frame ends, which lasts as long as the others do unless it says so."""
+    if not last and len(starts) > 1:
+        last = starts[-1] / (len(starts) - 1)
+    return starts[-1] + (last or 1 / rate)
 
 
-def _measure(av: ModuleType, content: Path | bytes) -> tuple[int, float]:
-    with av.open(_handle(content)) as container:
+def _animation(stream: BinaryIO, animation: Animation, name: str, how: _Reading) -> Video:
+    """Take frames from an animated picture, one after the other: each is made from the last."""
+    with open_image(stream, ANIMATIONS) as opened:
+        width, height = map(max, opened.size, animation.extent)
+        _check_size((width, height), name, _FILM_PIXELS)
+        count: int = opened.n_frames  # type: ignore[attr-defined]  # of the three formats
+        if count * width * height > _ANIMATION_PIXELS:
+            raise MediaError(
+                "video too large",
+                f"{name} has {count} frames of {width} x {height} pixels; {_ANIMATION_PIXELS} "
+                "pixels in all is the most",
+                remedy="scale such animations down beforehand",
+            )
+        # one that is shown instead where nothing moves comes first, and has no length
+        seconds = animation.seconds[-count:] or [0.1]
+        starts = [0.0, *np.cumsum(seconds).tolist()]
+        chosen, fps = _chosen(starts[:-1], starts[-1], name, how, how.fps)
+        images = _frames_of(opened, [place + count - len(seconds) for place in chosen], how)
+        return Video(_filled(images, len(chosen), name), fps)
+
+
+def _frames_of(opened: Image.Image, places: Sequence[int], how: _Reading) -> Iterator[Image.Image]:
+    for place in places:
+        opened.seek(place)
+        _check_size(opened.size, "a frame", _FILM_PIXELS)
+        yield _scaled(_rgb(opened.copy()), how)
+
+
+def _film(content: Path | bytes, name: str, how: _Reading) -> Video:
+    with explained("broken video", name):
+        # a stream may say neither how many frames it has nor when: they are counted first
+        starts, end = _timeline(content, name)
+        chosen, fps = _chosen(starts, end, name, how, how.fps)
+        images = (_scaled(image, how) for image in _film_frames(content, chosen, name))
+        return Video(_filled(images, len(chosen), name), fps)
+
+
+def _timeline(content: Path | bytes, name: str) -> tuple[list[float], float]:
+    """Return when each frame of a film is shown, from its time stamps, and when the film ends."""
+    starts: list[float | None] = []
+    last = None
+    with _opened_film(content, name) as container:
         if not container.streams.video:
-            return 0, 1.0
-        rate = container.streams.video[0].average_rate
-        count = sum(1 for _ in container.decode(video=0))
-    return count, float(rate) if rate else 1.0
+            raise MediaError("video without frames", f"{name} has none")
+        stream = container.streams.video[0]
+        rate = float(stream.average_rate or stream.guessed_rate or 1)
+        for frame in _decoded(container):
+            starts.append(frame.time)
+            last = float(frame.duration * frame.time_base) if frame.duration else None
+    known = [start for start in starts if start is not None]
+    if len(known) < len(starts) or known != sorted(known) or (known and known[0] == known[-1]):
+        known = [index / rate for index in range(len(starts))]
+    if not known:
+        raise MediaError("video without frames", f"{name} has none")
+    known = [start - known[0] for start in known]
+    return known, _end(known, last, rate)
 
 
-def _handle(content: Path | bytes) -> str | io.BytesIO:
-    return str(content) if isinstance(content, Path) else io.BytesIO(content)
+def _film_frames(content: Path | bytes, places: Sequence[int], name: str) -> Iterator[Image.Image]:
+    """Yield the frames at ``places``, stretched and turned as a player shows them."""
+    times = Counter(places)
+    with _opened_film(content, name) as container:
+        ratio = container.streams.video[0].sample_aspect_ratio
+        for index, frame in enumerate(_decoded(container)):
+            if times[index]:
+                size = max(1, round(frame.width * (ratio or 1))), frame.height
+                _check_size(size, name, _FILM_PIXELS)
+                image = frame.to_image().convert("RGB")
+                if size != image.size:
+                    image = image.resize(size, Image.Resampling.BICUBIC)
+                yield from [_turned(image, frame)] * times[index]
+            if index == places[-1]:
+                return
+    raise MediaError("broken video", f"{name} has fewer frames when it is read again")
+
+
+def _turned(image: Image.Image, frame: Any) -> Image.Image:
+    """Lay a frame as its display matrix says.
+
+    The matrix is that of MP4: x' = a x + c y and y' = b x + d y, in its first, second, fourth and
+    fifth number.
+    """
+    matrix = next((data for data in frame.side_data if data.type.name == "DISPLAYMATRIX"), None)
+    if matrix is None:
+        return image
+    a, b, _, c, d = np.frombuffer(bytes(matrix), np.int32)[:5].tolist()
+    if abs(b) > abs(a):
+        image, a, d = image.transpose(Image.Transpose.TRANSPOSE), c, b
+    if a < 0:
+        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    if d < 0:
+        image = image.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
+    return image
+
+
+def _opened(content: Path | bytes) -> BinaryIO:
+    return content.open("rb") if isinstance(content, Path) else io.BytesIO(content)
+
+
+def _opened_film(content: Path | bytes, name: str) -> Any:
+    """Open a film of a known container, which reads no other file."""
+    av = _pyav()
+    # a name with a colon is no protocol
+    source = f"file:{content}" if isinstance(content, Path) else io.BytesIO(content)
+    try:
+        return av.open(source, options={"format_whitelist": _FILMS, "protocol_whitelist": "file"})
+    except av.error.ArgumentError as error:
+        raise MediaError(
+            "broken video",
+            f"{name} is a film in none of the containers that are read: {_FILMS}",
+            remedy="convert such films to MP4 or WebM",
+        ) from error
+
+
+def _decoded(container: Any) -> Iterator[Any]:
+    stream = container.streams.video[0]
+    if stream.codec_context is None:
+        raise ValueError("its codec is not known")
+    stream.codec_context.options = {"max_pixels": str(_FILM_PIXELS)}
+    return iter(container.decode(stream))
 
 
 def _pyav() -> ModuleType:

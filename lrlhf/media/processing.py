@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
@@ -93,6 +95,30 @@ class MediaProcessor:
         """What stands in a text for one image, video or audio, before the processor counts."""
         found = {kind: vars(self.processor).get(f"{kind}_token") for kind in _KINDS}
         return {kind: str(token) for kind, token in found.items() if token}
+
+    @cached_property
+    def written(self) -> dict[str, str]:
+        """What the chat template writes for one of each kind: its marker, and what is around it."""
+        return {kind: self._written(kind, marker) for kind, marker in self.markers.items()}
+
+    @property
+    def marks(self) -> dict[str, str]:
+        """Kinds of what the model itself reads in the place of media."""
+        forms = (*self.markers.items(), *self.written.items())
+        return {form: kind for kind, form in forms}
+
+    def _written(self, kind: str, marker: str) -> str:
+        tokenizer = vars(self.processor)["tokenizer"]
+        template = tokenizer.chat_template or vars(self.processor).get("chat_template")
+        before, after = ({"type": "text", "text": text} for text in ("[[before", "after]]"))
+        messages = [{"role": "user", "content": [before, {"type": kind}, after]}]
+        try:
+            text = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
+        # there is none, or it was not written for such a message
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError):
+            return marker
+        inside = str(text).partition("[[before")[2].partition("after]]")[0].strip()
+        return inside if inside.count(marker) == 1 else marker
 
     @property
     def max_seconds(self) -> float | None:

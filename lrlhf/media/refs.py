@@ -2,15 +2,66 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import os
+import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 from torch import Tensor
+
+_PIECE = 1 << 14
+_PIECES = 4
+"""Of a file larger than all of them together, so many pieces of so many bytes are read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartOptions:
+    """How one image or video is read, as its part of a message says.
+
+    ``max_pixels`` and ``max_frames`` lower those of `MediaOptions`; ``fps`` takes the place of
+    its own.
+
+    Args:
+        max_pixels: A larger image or frame is scaled down to this many.
+        min_pixels: A smaller image or frame is scaled up to this many.
+        resized_height: Height that it is scaled to, with ``resized_width``.
+        resized_width: Width that it is scaled to.
+        fps: Frames per second that are taken from a film; of frames that are given, their rate.
+        sample_fps: Rate of frames that are given.
+        timestamps: Seconds at which frames that are given were taken.
+        nframes: Frames that are taken.
+        min_frames: Frames that are taken at least, where there are as many.
+        max_frames: Frames that are taken at most.
+        video_start: Second at which the part of the film that is shown begins.
+        video_end: Second at which it ends.
+    """
+
+    max_pixels: int | None = None
+    min_pixels: int | None = None
+    resized_height: int | None = None
+    resized_width: int | None = None
+    fps: float | None = None
+    sample_fps: float | None = None
+    timestamps: tuple[float, ...] | None = None
+    nframes: int | None = None
+    min_frames: int | None = None
+    max_frames: int | None = None
+    video_start: float | None = None
+    video_end: float | None = None
+
+
+@dataclass(frozen=True)
+class MediaPart:
+    """An image, video or audio with options of its own."""
+
+    value: Any
+    options: PartOptions
 
 
 @dataclass(frozen=True)
@@ -24,11 +75,13 @@ class MediaRefs:
         images: Each a path, bytes, a ``PIL.Image``, an array, or ``{"bytes": …, "path": …}``.
         videos: Each a path, bytes, an array of frames, or a list of images.
         audios: Each a path, bytes, or ``{"array": …, "sampling_rate": …}``.
+        columns: Kinds for which the row has a column, whatever it holds.
     """
 
     images: tuple[Any, ...] = ()
     videos: tuple[Any, ...] = ()
     audios: tuple[Any, ...] = ()
+    columns: frozenset[str] = field(default=frozenset(), compare=False)
 
     def __len__(self) -> int:
         return len(self.images) + len(self.videos) + len(self.audios)
@@ -36,6 +89,14 @@ class MediaRefs:
     def __add__(self, other: MediaRefs) -> MediaRefs:
         return MediaRefs(
             self.images + other.images, self.videos + other.videos, self.audios + other.audios
+        )
+
+    def first(self, counts: Mapping[str, int]) -> MediaRefs:
+        """Return so many of each kind, from the front."""
+        return MediaRefs(
+            self.images[: counts["image"]],
+            self.videos[: counts["video"]],
+            self.audios[: counts["audio"]],
         )
 
     @property
@@ -59,7 +120,11 @@ class MediaRefs:
 
     @property
     def key(self) -> str:
-        """A digest that is equal where the same files or bytes are named."""
+        """A digest that is equal where the same is shown.
+
+        Of a file its content counts, wherever it lies and whether a path or its bytes are given;
+        see `file_digest`. Pixels and samples in memory are other things than files of them.
+        """
         digest = hashlib.blake2b(digest_size=16)
         for value in self.everything:
             _feed(digest, value)
@@ -67,6 +132,10 @@ class MediaRefs:
 
 
 def _feed(digest: hashlib.blake2b, value: Any) -> None:
+    if isinstance(value, MediaPart):
+        digest.update(repr(value.options).encode())
+        _feed(digest, value.value)
+        return
     if isinstance(value, Mapping):
         held = (value.get(key) for key in ("bytes", "array", "path"))
         digest.update(f"{value.get('sampling_rate', '')}".encode())
@@ -76,18 +145,59 @@ def _feed(digest: hashlib.blake2b, value: Any) -> None:
         for entry in value:
             _feed(digest, entry)
     elif isinstance(value, bytes | bytearray):
-        digest.update(value)
+        digest.update(_content_digest(value))
     elif isinstance(value, Image.Image | np.ndarray | Tensor):
         pixels = np.ascontiguousarray(value)
         digest.update(f"{pixels.shape}{pixels.dtype}".encode())
         digest.update(pixels.tobytes())
+    elif isinstance(value, str | Path):
+        text = str(value)
+        digest.update(file_digest(text.removeprefix("file://")) or text.encode(errors="replace"))
     else:
         digest.update(str(value).encode("utf-8", "surrogatepass"))
     digest.update(b"|")
 
 
+def file_digest(path: str | Path) -> bytes | None:
+    """Digest a file: its size, and all of it up to 64 KiB, else four pieces of 16 KiB.
+
+    The pieces lie evenly from its first to its last byte. None: there is no such file.
+    """
+    try:
+        status = Path(path).stat()
+        if not stat.S_ISREG(status.st_mode):
+            return None
+        return _digest_of(str(path), status.st_size, status.st_mtime_ns)
+    except (OSError, ValueError):  # reported when its row is read
+        return None
+
+
+@functools.lru_cache(maxsize=1 << 17)
+def _digest_of(path: str, size: int, changed: int) -> bytes:
+    del changed  # part of the key: a file that was written again is read again
+    digest = hashlib.blake2b(b"%d:" % size, digest_size=16)
+    with Path(path).open("rb", buffering=0) as stream:
+        for start in _starts(size):
+            digest.update(os.pread(stream.fileno(), _PIECE, start))
+    return digest.digest()
+
+
+def _content_digest(content: bytes | bytearray) -> bytes:
+    digest = hashlib.blake2b(b"%d:" % len(content), digest_size=16)
+    for start in _starts(len(content)):
+        digest.update(content[start : start + _PIECE])
+    return digest.digest()
+
+
+def _starts(size: int) -> list[int]:
+    last = max(size, _PIECE * _PIECES) - _PIECE
+    return [last * piece // (_PIECES - 1) for piece in range(_PIECES)]
+
+
 def media_name(value: Any) -> str:
     """Return what messages and logs call an image, video or audio."""
+    if isinstance(value, MediaPart):
+        return media_name(value.value)
     if isinstance(value, Mapping):
         if value.get("array") is not None and not value.get("path"):
             return f"an array of {value.get('sampling_rate')} samples per second"

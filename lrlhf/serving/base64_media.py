@@ -6,29 +6,23 @@ import base64
 import contextlib
 import hashlib
 import io
-import struct
 import threading
-import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from PIL import Image
 
 from lrlhf.media import MediaError, MediaOptions, Video, read_image, read_video
+from lrlhf.media.animations import FORMATS as ANIMATIONS
+from lrlhf.media.animations import animation_of
+from lrlhf.media.decode import explained, open_image
 from lrlhf.serving.limits import RefusedRequestError, RequestLimits, malformed
 
-_FORMATS = {"image": ("PNG", "JPEG", "WEBP"), "video": ("PNG", "GIF", "WEBP")}
+_FORMATS = {"image": ("PNG", "JPEG", "WEBP"), "video": ANIMATIONS}
 _ALL = 1e9
 """Frames per second of which no video has more: all are taken."""
 _LEAST_PIXELS = 2**14
 """What a frame of an animation counts at least: a million of one pixel take memory too."""
-
-_BROKEN = (
-    OSError, SyntaxError, ValueError, TypeError, LookupError, EOFError, RuntimeError,
-    ArithmeticError, struct.error, zlib.error, Image.DecompressionBombError,
-    Image.DecompressionBombWarning,
-)  # fmt: skip
-"""How Pillow's readers fail at damaged files; anything else is a defect, and logged as one."""
 
 
 class MediaFile(NamedTuple):
@@ -98,7 +92,7 @@ class MediaFiles:
             fps=_ALL,
             max_frames=most + 1,  # one more tells that there are too many
         )
-        with _answered(file.place, "it cannot be decoded"):
+        with _answered(file.place):
             if file.kind == "image":
                 return read_image(file.content, options)
             video = read_video(file.content, options)
@@ -174,22 +168,25 @@ def _pixels(file: MediaFile) -> int:
     # others may be read by programs of the system, or name further files
     with (
         _answered(file.place, what),
-        Image.open(io.BytesIO(file.content), formats=formats) as opened,
+        explained("broken file", file.place),
+        open_image(file.content, formats) as opened,
     ):
-        pixels = opened.width * opened.height
         if file.kind == "image":
-            return pixels
+            return opened.width * opened.height
         frames: int = opened.n_frames  # type: ignore[attr-defined]  # of the three formats
-        return max(pixels, _LEAST_PIXELS) * frames
+        animation = animation_of(io.BytesIO(file.content))
+        assert animation is not None  # it is of one of them
+        width, height = map(max, opened.size, animation.extent)
+        return max(width * height, _LEAST_PIXELS) * frames
 
 
 @contextlib.contextmanager
-def _answered(place: str, what: str) -> Iterator[None]:
-    """Have a file that cannot be read answered."""
+def _answered(place: str, what: str | None = None) -> Iterator[None]:
+    """Have a file that cannot be read answered, with ``what`` or what its reader says."""
     try:
         yield
     except MediaError as error:
-        raise _refused(place, str(error)) from error
+        raise _refused(place, what or str(error)) from error
     except MemoryError as error:
         raise RefusedRequestError(
             "out of memory: send fewer or smaller images and videos at once",
@@ -197,8 +194,6 @@ def _answered(place: str, what: str) -> Iterator[None]:
             reason="out of memory",
             retry_after=5,
         ) from error
-    except _BROKEN as error:
-        raise _refused(place, what) from error
 
 
 def _refused(place: str, what: str) -> RefusedRequestError:

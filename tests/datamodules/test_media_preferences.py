@@ -262,6 +262,40 @@ def test_pairs_that_share_a_picture_are_in_one_split(tmp_path: Path, vlm_folder:
     assert train | held == {1, 2, 3, 4}
 
 
+@pytest.mark.parametrize("kind", ["candidates", "answers", "question is a turn"])
+def test_pairs_that_share_one_question_about_different_pictures_can_be_split(
+    tmp_path: Path, vlm_folder: str, kind: str
+) -> None:
+    for number in range(8):
+        Image.new("L", (28, 28), 10 * number).save(tmp_path / f"own_{number}.png")
+    candidates = [
+        {"prompt": "sharp?", "image_0": f"own_{n}.png", "image_1": f"own_{n + 1}.png", "label": "A"}
+        for n in range(0, 8, 2)
+    ]
+    question: Any = "sharp?"
+    if kind == "question is a turn":
+        question = [{"role": "user", "content": "sharp? <image>"}]
+    answers = [
+        {"prompt": question, "image": f"own_{n}.png", "chosen": "yes", "rejected": "no"}
+        for n in range(4)
+    ]
+    rows = Rows(candidates if kind == "candidates" else answers, folder=tmp_path)
+    data = load(rows, vlm_folder, val_fraction=0.5, as_chat=kind != "candidates")
+    assert len(data.train_dataloader()) == len(data.val_dataloader()) == 2
+
+
+def test_an_answer_shows_what_the_prompt_leaves_of_the_columns(only: Only) -> None:
+    row = {
+        "prompt": "which? <image>",
+        "chosen": "<image> this",
+        "rejected": "not <image>",
+        "images": ["1.png", "5.png"],
+    }
+    pair = only(row, as_chat=True)
+    for candidate in (pair.candidate0, pair.candidate1):
+        assert [Path(name).name for name in candidate.media[0].names] == ["1.png", "5.png"]
+
+
 def test_to_a_text_model_media_columns_are_info(model_folder: str) -> None:
     row = {"prompt": "p", "chosen": " a", "rejected": " b", "image": "1.png"}
     (batch,) = load(Rows([row]), model_folder).train_dataloader()

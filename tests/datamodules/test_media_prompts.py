@@ -183,3 +183,11 @@ def test_placeholders_do_not_reach_the_loss_of_a_text(tmp_path: Path) -> None:
     trainer = fit(module, Path("-"), tmp_path, steps=1, data=data)
     found = float(trainer.logged_metrics["policy/pretraining_loss"])
     assert found == pytest.approx(-float(said.mean()), rel=1e-4)
+
+
+def test_a_plain_prompt_shows_its_picture_at_the_mark(load: Loads, tmp_path: Path) -> None:
+    row = {"prompt": "what is <image>?", "image": grey(tmp_path, 3)}
+    (batch,) = batches(load(row))
+    assert batch.prompts == (f"what is {SHOWN}?",)  # as the policy reads it
+    assert level(batch.media[0]) == 3
+    assert batch.media[0].tokens == {"image": 2}

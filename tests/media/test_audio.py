@@ -13,7 +13,7 @@ import soundfile
 import torch
 from numpy.typing import NDArray
 
-from lrlhf.media import Audio, MediaError, MediaOptions, MediaRefs, read_audio
+from lrlhf.media import Audio, MediaError, MediaOptions, MediaRefs, audio, read_audio
 from lrlhf.media.audio import check_audio
 from tests.hearing import RATE, build_hearing, tone
 
@@ -254,3 +254,25 @@ def test_the_specimen_of_a_model_that_hears_is_a_sound() -> None:
     assert first.media.tokens == {"audio": 12}  # half a second: 50 frames
     assert not first.media.images
     assert torch.equal(first.media.tensors["input_features"], again.media.tensors["input_features"])
+
+
+def test_a_sound_that_would_fill_the_memory_is_refused_by_its_head(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    silence = np.zeros((20_000, 2), np.int16)
+    flac, slow = wav(silence, form="FLAC"), wav(silence[:, 0], rate=1000, form="FLAC")
+    for content in (flac, slow):
+        check_audio(content)
+    monkeypatch.setattr(audio, "_MOST_SAMPLES", 39_999)
+    assert refused(flac).reason == "audio too long"  # of 20,000 samples of 2 channels
+    assert "samples of 2 channels" in refused(flac).detail
+    # 20 s are 960,000 samples of the finest processor
+    monkeypatch.setattr(audio, "_MOST_SAMPLES", 959_999)
+    assert "20 s is the most" in refused(slow).detail
+    with pytest.raises(MediaError, match="20 s is the most"):
+        check_audio(slow)
+
+
+def test_formats_that_look_into_other_files_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audio, "_FORMATS", ("FLAC",))
+    assert "is of the format WAV" in refused(wav()).detail

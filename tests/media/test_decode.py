@@ -2,7 +2,8 @@
 
 import base64
 import io
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from PIL.GifImagePlugin import GifImageFile
 
-from lrlhf.media import MediaError, MediaOptions, Video, read_image, read_video
+from lrlhf.media import MediaError, MediaOptions, Video, decode, read_image, read_video
 from lrlhf.media.decode import check_image, check_video
+from lrlhf.media.refs import MediaPart, PartOptions
+from tests.vlms import gif_bomb
 
 OPTIONS = MediaOptions()
 PIXELS = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3) * 14
@@ -260,7 +264,7 @@ def test_frames_that_are_given_are_taken_evenly(wrap: Callable[[list[Image.Image
     video = read_video(frames, MediaOptions(max_frames=4, fps=3.0))
     assert shades(video) == [10, 30, 60, 80]
     assert video.frames.shape == (4, 2, 4, 3)
-    assert video.fps == 3.0
+    assert video.fps == pytest.approx(1.2)  # 10 frames at 3 fps last 10/3 s, as these 4 do
     whole = read_video(frames, MediaOptions(max_frames=10))
     assert shades(whole) == list(range(0, 100, 10))
 
@@ -307,6 +311,7 @@ def header_only() -> bytes:
         (lambda: b"no film at all " * 50, "text.mp4", "broken video"),
         (lambda: film()[:60], "cut.mp4", "broken video"),
         (lambda: b"GIF89a", "cut.gif", "broken video"),
+        (lambda: film().replace(b"mp4v", b"zzzz"), "codec.mp4", "broken video"),
     ],
 )
 def test_a_file_that_shows_nothing_is_refused_by_name(
@@ -341,3 +346,280 @@ def test_what_is_no_video_is_refused(
         assert reason(lambda: check_video(value)) == expected
     empty = written(tmp_path, b"", "nothing.mp4")
     assert reason(lambda: check_video(empty)) == "video without frames"
+
+
+def tagged(*entries: tuple[int, int, int, bytes]) -> bytes:
+    """A photo of 3 x 2 pixels, to be turned to the right, with further EXIF tags."""
+    tags = [(0x0112, 3, 1, struct.pack("<H", 6)), *entries]
+    head, tail = b"II*\0" + struct.pack("<LH", 8, len(tags)), b""
+    for tag, kind, count, value in tags:
+        place = struct.pack("<L", 14 + 12 * len(tags) + len(tail))
+        field = value.ljust(4, b"\0") if len(value) <= 4 else place
+        head += struct.pack("<HHL", tag, kind, count) + field
+        tail += b"" if len(value) <= 4 else value
+    exif = b"Exif\0\0" + head + bytes(4) + tail
+    return encoded(Image.new("RGB", (3, 2)), "JPEG", exif=exif)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        (0x0128, 2, 2, b"2\0"),  # a unit of resolution that is text
+        (0x0103, 1, 4, b"\1\2\3\4"),  # a compression that is four bytes
+        (0x011A, 7, 8, b"\xff" * 8),  # a resolution of no type
+        (0x011A, 11, 1, struct.pack("<f", float("nan"))),
+        (0x8769, 4, 1, b"\xff" * 4),  # the offset of further tags leads out of the file
+    ],
+)
+def test_a_photo_is_turned_upright_whatever_its_other_tags_are(
+    entry: tuple[int, int, int, bytes],
+) -> None:
+    assert read_image(tagged(entry), OPTIONS).size == (2, 3)
+
+
+def test_a_photo_whose_tags_cannot_be_read_is_shown_as_it_lies() -> None:
+    broken = encoded(Image.new("RGB", (3, 2)), "JPEG", exif=b"Exif\0\0II*\0\xff")
+    assert read_image(broken, OPTIONS).size == (3, 2)
+
+
+def test_whatever_a_reader_raises_is_a_bad_row_and_what_this_package_raises_is_a_defect(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Odd(Exception):  # noqa: N818
+        pass
+
+    def fail(*_: object, **__: object) -> None:
+        raise Odd("not what was expected")
+
+    monkeypatch.setattr(Image.Image, "convert", fail)
+    assert reason(lambda: read_image(PIXELS, OPTIONS)) == "broken image"
+    monkeypatch.undo()
+    monkeypatch.setattr(decode, "_rgb", None)  # called in the package itself
+    with pytest.raises(TypeError):
+        read_image(PIXELS, OPTIONS)
+
+
+CORNERS = {"a": [255, 0, 0], "b": [0, 255, 0], "c": [0, 0, 255], "d": [255, 255, 255]}
+
+
+def corners(frame: Any) -> str:
+    """Name the colours of a frame's corners, row by row."""
+    places = [(2, 2), (2, -3), (-3, 2), (-3, -3)]
+    distances = {
+        place: {
+            name: int(np.abs(frame[place].astype(int) - colour).sum())
+            for name, colour in CORNERS.items()
+        }
+        for place in places
+    }
+    return "".join(min(near, key=lambda name: near[name]) for near in distances.values())
+
+
+def film_of_corners(ratio: int = 1, matrix: Sequence[int] | None = None) -> bytes:
+    """Two frames of 64 x 32: ``ab`` above ``cd``."""
+    pixels = np.zeros((32, 64, 3), np.uint8)
+    for name, colour in CORNERS.items():
+        top, left = 16 * (name in "cd"), 32 * (name in "bd")
+        pixels[top : top + 16, left : left + 32] = colour
+    stream = io.BytesIO()
+    with av.open(stream, "w", format="mp4") as container:
+        track = container.add_stream("mpeg4", rate=10)
+        track.width, track.height, track.pix_fmt = 64, 32, "yuv420p"
+        track.bit_rate = 8_000_000
+        track.codec_context.sample_aspect_ratio = ratio
+        for _ in range(2):
+            container.mux(track.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(track.encode())
+    content = bytearray(stream.getvalue())
+    if matrix is not None:
+        a, b, c, d = (65536 * entry for entry in matrix)
+        start = content.find(b"tkhd") + 44
+        content[start : start + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
+    return bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("matrix", "shape", "shown"),
+    [
+        (None, (32, 64), "abcd"),
+        # x' = a x + c y, y' = b x + d y, with (a, b, c, d) as a phone writes it
+        ((0, 1, -1, 0), (64, 32), "cadb"),  # by a quarter to the right
+        ((-1, 0, 0, -1), (32, 64), "dcba"),
+        ((0, -1, 1, 0), (64, 32), "bdac"),
+        ((-1, 0, 0, 1), (32, 64), "badc"),  # mirrored, as by the camera at the front
+        ((0, 1, 1, 0), (64, 32), "acbd"),
+    ],
+)
+def test_a_film_is_laid_as_its_matrix_says(
+    matrix: Sequence[int] | None, shape: tuple[int, int], shown: str
+) -> None:
+    video = read_video(film_of_corners(matrix=matrix), OPTIONS)
+    assert video.frames.shape[1:3] == shape
+    assert corners(video.frames[0]) == shown
+
+
+def test_a_film_whose_pixels_are_not_square_is_stretched_and_then_turned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert read_video(film_of_corners(2), OPTIONS).frames.shape[1:3] == (32, 128)
+    turned = read_video(film_of_corners(2, (0, 1, -1, 0)), OPTIONS)
+    assert turned.frames.shape[1:3] == (128, 32)
+    assert corners(turned.frames[0]) == "cadb"
+    monkeypatch.setattr(decode, "_FILM_PIXELS", 60 * 64 * 32 - 1)
+    assert reason(lambda: read_video(film_of_corners(60), OPTIONS)) == "image too large"
+
+
+def test_frames_of_a_film_of_variable_rate_are_taken_by_their_time() -> None:
+    # a frame each 0.1 s from 0 to 0.9 and from 10 to 10.9, and one from 1 to 10: 11 s
+    times = [*range(0, 1000, 100), 1000, *range(10_000, 11_000, 100)]
+    stream = io.BytesIO()
+    with av.open(stream, "w", format="mp4") as container:
+        track = container.add_stream("mpeg4", rate=1000)
+        track.width = track.height = 16
+        track.pix_fmt = "yuv420p"
+        for index, time in enumerate(times):
+            pixels = np.full((16, 16, 3), 12 * index, np.uint8)
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            frame.pts, frame.time_base = time, Fraction(1, 1000)
+            container.mux(track.encode(frame))
+        container.mux(track.encode())
+    video = read_video(stream.getvalue(), MediaOptions(fps=1.0))
+    # at 0.5, 1.5, … 10.5 s, or a little before: the container says how long the last one lasts
+    assert numbers(video)[1:-1] == [10] * 9
+    assert numbers(video)[0] in (4, 5)
+    assert numbers(video)[-1] in (15, 16)
+    assert len(video.frames) / video.fps == pytest.approx(11.0, abs=0.11)
+    part = MediaPart(stream.getvalue(), PartOptions(video_start=10.0, video_end=10.5, nframes=5))
+    cut = read_video(part, OPTIONS)
+    assert numbers(cut) == [11, 12, 13, 14, 15]
+    assert cut.fps == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize("format", ["GIF", "WEBP", "PNG"])
+def test_each_frame_of_an_animation_lasts_as_long_as_it_says(format: str) -> None:
+    lengths: Any = [100, 100, 1800]
+    extra = {"lossless": True} if format == "WEBP" else {}
+    content = animation(0, 40, 80, duration=lengths, format=format, **extra)
+    whole = read_video(content, OPTIONS)
+    assert shades(whole) == [0, 40, 80]
+    assert whole.fps == pytest.approx(1.5)  # 3 frames in 2 s
+    # at 0.5 and 1.5 s the last one is shown
+    thinned = read_video(content, MediaOptions(max_frames=2))
+    assert shades(thinned) == [80, 80]
+    assert thinned.fps == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("delay", [0, 10])
+def test_a_gif_without_time_is_shown_as_browsers_do(delay: int) -> None:
+    video = read_video(animation(0, 40, 80, duration=delay), MediaOptions(fps=50.0))
+    assert video.fps == pytest.approx(10.0)
+
+
+def test_frames_that_are_larger_than_the_first_are_seen_before_they_are_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(_: object) -> None:
+        raise RuntimeError("decoded")
+
+    monkeypatch.setattr(GifImageFile, "load", fail)
+    assert reason(lambda: read_video(gif_bomb(7000, 2), OPTIONS)) == "image too large"
+    monkeypatch.setattr(decode, "_ANIMATION_PIXELS", 10_000)
+    assert reason(lambda: read_video(gif_bomb(60, 3), OPTIONS)) == "video too large"
+
+
+def test_frames_that_are_taken_have_so_many_pixels_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "_TAKEN_PIXELS", 4 * 16 * 16)
+    assert len(read_video(film(), OPTIONS).frames) == 4
+    monkeypatch.setattr(decode, "_TAKEN_PIXELS", 4 * 16 * 16 - 1)
+    assert reason(lambda: read_video(film(), OPTIONS)) == "video too large"
+    assert len(read_video(film(), MediaOptions(max_pixels=100)).frames) == 4
+    monkeypatch.undo()
+    monkeypatch.setattr(decode, "_FILM_PIXELS", 255)
+    assert reason(lambda: read_video(film(), OPTIONS)) == "broken video"
+
+
+@pytest.mark.parametrize(
+    ("content", "name"),
+    [
+        ("#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nsecret.mp4\n#EXT-X-ENDLIST\n", "a.mp4"),
+        ("#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nsecret.mp4\n#EXT-X-ENDLIST\n", "a.m3u8"),
+        ("ffconcat version 1.0\nfile secret.mp4\n", "a.ffconcat"),
+    ],
+)
+def test_a_list_that_names_other_films_is_none(tmp_path: Path, content: str, name: str) -> None:
+    written(tmp_path, film(), "secret.mp4")
+    path = written(tmp_path, content.encode(), name)
+    assert reason(lambda: read_video(path, OPTIONS)) == "broken video"
+
+
+def test_a_name_with_a_colon_is_no_protocol(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path, film(), "concat:a|b.mp4")
+    assert len(read_video(Path("concat:a|b.mp4"), OPTIONS).frames) == 4
+
+
+def test_formats_that_start_programs_are_not_read() -> None:
+    drawn = encoded(Image.new("RGB", (4, 4)), "EPS")
+    assert reason(lambda: check_image(drawn)) == "broken image"
+
+
+FRAMES = stills(*range(0, 80, 10))
+
+
+@pytest.mark.parametrize(
+    ("options", "shown", "fps"),
+    [
+        ({}, list(range(0, 80, 10)), 2.0),
+        ({"fps": 4.0}, list(range(0, 80, 10)), 4.0),
+        ({"sample_fps": 0.5}, list(range(0, 80, 10)), 0.5),
+        # 4 s at 2 fps; middles of stretches of 2 and of 4 frames, of as many seconds
+        ({"max_frames": 4}, [10, 30, 50, 70], 1.0),
+        ({"nframes": 2}, [20, 60], 0.5),
+        ({"video_start": 1.0, "video_end": 3.0}, [20, 30, 40, 50], 2.0),
+        # the last one lasts as long as the others on average: 8 frames in 8 s
+        ({"timestamps": (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)}, list(range(0, 80, 10)), 1.0),
+    ],
+)
+def test_options_of_a_part_say_when_its_frames_were_taken(
+    options: dict[str, Any], shown: list[int], fps: float
+) -> None:
+    video = read_video(MediaPart(FRAMES, PartOptions(**options)), OPTIONS)
+    assert shades(video) == shown
+    assert video.fps == pytest.approx(fps)
+
+
+@pytest.mark.parametrize(
+    ("options", "size"),
+    [
+        ({"max_pixels": 2}, (2, 1)),
+        ({"min_pixels": 32}, (8, 4)),
+        ({"min_pixels": 8, "max_pixels": 8}, (4, 2)),
+        ({"resized_height": 5, "resized_width": 7}, (7, 5)),
+    ],
+)
+def test_options_of_a_part_say_how_large_it_is_shown(
+    options: dict[str, Any], size: tuple[int, int]
+) -> None:
+    own = PartOptions(**options)
+    assert read_image(MediaPart(stills(0)[0], own), OPTIONS).size == size
+    assert read_video(MediaPart(FRAMES, own), OPTIONS).frames.shape[1:3] == size[::-1]
+
+
+@pytest.mark.parametrize(
+    ("value", "options", "told"),
+    [
+        (FRAMES, {"nframes": 9}, "nframes is 9"),
+        (FRAMES, {"nframes": 33}, "33, and 32 is the most"),
+        (FRAMES, {"timestamps": (0.0, 1.0)}, "2 timestamps stand for 8 frames"),
+        (film(), {"sample_fps": 2.0}, "describes frames that are given"),
+        (FRAMES, {"resized_height": 100, "resized_width": 100}, "10000 pixels, and 9999"),
+    ],
+)
+def test_options_of_a_part_that_cannot_be_followed_are_refused(
+    value: Any, options: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(MediaError, match=told) as caught:
+        read_video(MediaPart(value, PartOptions(**options)), MediaOptions(max_pixels=9999))
+    assert caught.value.reason == "option of a media part"

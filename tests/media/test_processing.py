@@ -12,6 +12,7 @@ from PIL import Image
 from transformers.video_utils import VideoMetadata
 
 from lrlhf.media import Encoded, MediaError, MediaOptions, MediaProcessor, MediaRefs, Video
+from lrlhf.media.refs import MediaPart, PartOptions
 from tests.vlms import build_vlm
 
 OPTIONS = MediaOptions()
@@ -226,3 +227,30 @@ def test_refs_are_equal_where_the_same_files_or_bytes_are_named() -> None:
     assert len(both) == 3
     assert both.names == ("a.png", "3 bytes", "2 frames")
     assert not MediaRefs()
+
+
+def test_the_key_of_a_file_is_that_of_its_content(tmp_path: Path) -> None:
+    large = bytes(range(256)) * 1000
+    for content in (b"12", large):
+        paths = [tmp_path / name for name in ("a.png", "b.png")]
+        for path in paths:
+            path.write_bytes(content)
+        forms: list[Any] = [*paths, str(paths[0]), f"file://{paths[1]}", content]
+        assert len({MediaRefs((form,)).key for form in forms}) == 1
+        part = MediaPart(str(paths[0]), PartOptions(max_pixels=100))
+        assert MediaRefs((part,)).key != MediaRefs((content,)).key
+        paths[0].write_bytes(content[:-1] + b"3x")
+        assert MediaRefs((paths[0],)).key != MediaRefs((content,)).key
+
+
+@pytest.mark.parametrize(
+    ("family", "written"),
+    [
+        ("qwen2_vl", "<|vision_start|><|image_pad|><|vision_end|>"),
+        ("llava", "<image>"),
+    ],
+)
+def test_the_written_form_of_an_image_is_what_the_template_makes_of_it(
+    family: str, written: str
+) -> None:
+    assert build_vlm(family).processor.written["image"] == written

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from lrlhf.rewards import LearnedReward
 from lrlhf.serving import base64_media
 from tests.serving.conftest import Serving, Slow, body_of, file_of, lengths, text_of, wait_until
-from tests.vlms import picture
+from tests.vlms import gif_bomb, picture
 
 TOKEN = "s3cret-token"
 PNG = text_of(file_of(Image.new("RGB", (8, 8))))
@@ -281,3 +281,11 @@ def test_nothing_of_a_request_is_logged(serving: Serving, caplog: pytest.LogCapt
     ours = [record.getMessage() for record in caplog.records if "httpx" not in record.name]
     assert "private" not in " ".join(ours)
     assert TOKEN not in caplog.text
+
+
+def test_frames_that_are_larger_than_the_first_count(serving: Serving) -> None:
+    client = serving(lengths, limits={"max_megapixels": 1})
+    bomb = text_of(gif_bomb(1000, 2))  # 1000 x 1000 pixels in each of 3 frames
+    answer = client.post(body=body_of(videos=[[bomb]]))
+    assert answer.status_code == 422
+    assert "more than 1 million pixels" in answer.json()["detail"]

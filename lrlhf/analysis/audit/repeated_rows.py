@@ -197,5 +197,5 @@ def _near_leaks(
 
 
 def _context(row: AuditedRow) -> str:
-    """Return what stands for the images of a prompt; those of candidates are no part of it."""
-    return row.refs[0].key if row.refs and row.refs[0] and row.prompt.strip() else ""
+    """Return what stands for the images of a prompt; without one, those of the candidates."""
+    return row.context if row.prompt.strip() else row.shown

@@ -57,6 +57,8 @@ class AuditedRow:
     """What is blank in it, such as a turn; empty: nothing."""
     refs: tuple[MediaRefs, ...]
     """What each candidate shows, or what the prompt shows."""
+    context: str = ""
+    """What tells apart what the prompt shows; empty: nothing."""
     tokens: tuple[int, ...] = ()
     """Of each candidate with its prompt, or of the whole text."""
     answer_tokens: tuple[int, ...] = ()
@@ -316,6 +318,7 @@ def _of_pair(row: Row, draft: PairDraft, seen: Sequence[list[tuple[str, str]]]) 
         roles=tuple(tuple(role for role, _ in one) for one in turns),
         blank=_blank(turns),
         refs=pair.refs,
+        context=_context(pair.prompt_refs),
     )
 
 
@@ -330,6 +333,7 @@ def _of_prompt(draft: PromptDraft, seen: Sequence[list[tuple[str, str]]]) -> Aud
         roles=tuple(tuple(role for role, _ in one) for one in turns),
         blank=_blank(turns),
         refs=(draft.refs,),
+        context=_context(draft.refs),
     )
 
 
@@ -348,7 +352,12 @@ def _of_text(draft: SupervisedDraft, seen: Sequence[list[tuple[str, str]]]) -> A
         roles=(tuple(role for role, _ in turns),) if turns else (),
         blank=_blank([turns]),
         refs=(draft.refs,),
+        context=_context(draft.refs),
     )
+
+
+def _context(refs: MediaRefs) -> str:
+    return refs.key if refs else ""
 
 
 def _transcript(text: str) -> list[tuple[str, str]]:

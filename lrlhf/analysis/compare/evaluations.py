@@ -116,7 +116,9 @@ def _sample(record: Mapping[str, Any], label: str) -> Sample:
         place = (*part, str(record["source"]), str(record["row"]))
     asked = ("candidate0", "candidate1", *(["completion"] if _is_given(record) else []))
     shown = (str(record.get(name, "")) for name in ("prompt", *asked))
-    media = str(record.get("media", ""))
+    info = record.get("info")
+    own = [info.get(name, "") for name in ("media0", "media1")] if isinstance(info, Mapping) else []
+    media = " ".join(map(str, filter(None, (record.get("media", ""), *own))))
     told = [record.get(name) for name in ("columns", "info")]
     columns: dict[str, Any] = {name: record[name] for name in _PARTS if name in record}
     for one in told:

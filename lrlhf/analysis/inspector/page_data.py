@@ -73,7 +73,9 @@ def page_data(
             responses.add(file.source, record)
     evaluations = _evaluations(runs, count, texts)
     columns = responses.page_data()
-    thumbnails = Thumbnails(_IMAGE_BYTES)
+    thumbnails = Thumbnails(
+        _IMAGE_BYTES, (folder for run in runs for folder in (run.files.folder, *run.files.media))
+    )
     of_pairs = (pair["media"] for evaluation in evaluations for pair in evaluation["pairs"])
     for number in dict.fromkeys((*columns["columns"]["media"], *of_pairs)):
         if number != NOTHING:
@@ -94,6 +96,7 @@ def page_data(
                 "each evaluation, and half of them its worst mistakes; the charts count all",
             ),
             *_left_out("images", len(thumbnails.uris), len(thumbnails.uris) + thumbnails.left_out),
+            *_outside(thumbnails.outside),
             *_thinned(max(points for _, points in curves)),
             *(f"{path} holds neither responses nor pairs." for run in runs for path in run.unknown),
         ],
@@ -102,6 +105,14 @@ def page_data(
         "evaluations": evaluations,
         "images": thumbnails.uris,
     }
+
+
+def _outside(count: int) -> Iterator[str]:
+    if count:
+        yield (
+            f"{count} image files lie neither in the folder of a run nor in its media.root, and "
+            "are named only."
+        )
 
 
 def _evaluations(runs: Sequence[RunSources], count: int, texts: Texts) -> list[dict[str, Any]]:

@@ -145,7 +145,9 @@ def _of_row(record: Mapping[str, Any], folder: Path, media: MediaReader) -> _Ask
     """Read a row as data has it: what its columns and messages show is taken out of them."""
     prompt, refs = _prompt(record), media.of_columns(record, folder)
     unwanted = {*_TEXTS, *(media_columns() if refs else ())}
-    if media.processor is not None and not isinstance(prompt, str):
+    if isinstance(prompt, str):
+        (prompt,) = media.of_texts((prompt,), refs)
+    elif media.processor is not None:
         prompt, refs = media.of_messages(read_messages(prompt, "prompt"), refs, folder)
     key = (_key(prompt), refs.key)
     return _Asked(

@@ -106,7 +106,8 @@ class TextParser:
         )
         refs = self.media.of_columns(row, folder)
         if isinstance(row[column], str):
-            return Unread(Text(text_of(row, column), complete=False), refs)
+            (text,) = self.media.of_texts((text_of(row, column),), refs)
+            return Unread(Text(text, complete=False), refs)
         if row[column] is None:
             raise wrong_type(column, "text or a list of messages", None)
         messages = read_messages(row[column], column)

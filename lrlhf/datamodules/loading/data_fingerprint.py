@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, is_dataclass
@@ -17,10 +16,8 @@ from torch import Tensor
 
 from lrlhf.datamodules.rows.media_rows import Unread
 from lrlhf.media import MediaRefs
+from lrlhf.media.refs import MediaPart, file_digest
 
-_PIECE = 1 << 14
-_PIECES = 4
-"""Of a file larger than all of them together, so many pieces of so many bytes are read."""
 _THREADS = 8
 
 _JSON = {str, int, float, bool, type(None), dict, list, tuple}
@@ -52,8 +49,8 @@ def fingerprint(rows: Iterable[object], *, read_files: bool = True) -> Fingerpri
         digest.feed(row)
     if digest.files and read_files:
         with ThreadPoolExecutor(_THREADS) as pool:  # disks of a network answer late
-            for content in pool.map(_content, digest.files):
-                files.update(content)
+            for content in pool.map(file_digest, digest.files):
+                files.update(content or b"missing")
     contents = files.hexdigest() if digest.files and read_files else ""
     return Fingerprint(digest.data.hexdigest(), digest.tokens.hexdigest(), contents)
 
@@ -114,6 +111,8 @@ class _Digest:
 
 def _named(media: Any) -> Any:
     """Return an image, video or audio, as a `Path` where it is given by one."""
+    if isinstance(media, MediaPart):
+        return [_named(media.value), media.options]
     if isinstance(media, Mapping):
         if media.get("array") is not None:
             return [media["array"], media.get("sampling_rate")]
@@ -123,19 +122,3 @@ def _named(media: Any) -> Any:
     if isinstance(media, str) and not media.startswith("data:"):
         return Path(media)
     return media
-
-
-def _content(path: Path) -> bytes:
-    """Digest a file; see `Fingerprint.files`."""
-    digest = hashlib.blake2b(digest_size=16)
-    try:
-        with path.open("rb", buffering=0) as stream:
-            size = os.fstat(stream.fileno()).st_size
-            digest.update(b"%d:" % size)
-            last = max(size, _PIECE * _PIECES) - _PIECE
-            for piece in range(_PIECES):
-                start = last * piece // (_PIECES - 1)
-                digest.update(os.pread(stream.fileno(), _PIECE, start))
-    except OSError:  # reported when its row is read, and is another row's turn then
-        return b"missing"
-    return digest.digest()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from itertools import zip_longest
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
@@ -18,9 +18,24 @@ from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.columns import is_empty
 from lrlhf.datamodules.rows.tokenizing import Text, Tokens
 from lrlhf.media import MediaOptions, MediaProcessor, MediaRefs
+from lrlhf.media.decode import reading_of
+from lrlhf.media.refs import MediaPart, PartOptions
 from lrlhf.types import Media, Message
 
 KINDS = ("image", "video", "audio")
+_OPTIONS = {
+    "image": ("max_pixels", "min_pixels", "resized_height", "resized_width"),
+    "video": tuple(option.name for option in fields(PartOptions)),
+    "audio": (),
+}
+"""Options of parts that are followed."""
+_NOT_FOLLOWED = (
+    "total_pixels", "raw_fps", "video_fps", "num_frames", "do_sample_frames", "do_resize", "detail",
+    "audio_start", "audio_end",
+)  # fmt: skip
+"""Options of other programs, which would change what is shown."""
+_LOW_DETAIL = 512 * 512
+"""Pixels of an image with OpenAI's ``detail: low``."""
 _ALL_ROWS = 2_000
 """With ``media.check: auto``, so many rows are read before training."""
 _THREADS = 8
@@ -78,9 +93,12 @@ def media_in(row: Row, suffix: str = "") -> dict[str, list[Any]]:
     """Return what the media columns of a row hold, by kind; ``suffix`` as in `media_columns`."""
     return {
         kind: [
-            # a list of images in ``video`` is one video
-            *_listed(row.get(f"{kind}{suffix}"), several=kind == "image"),
-            *_listed(row.get(f"{kind}s{suffix}"), several=True),
+            _with_options(value, kind)
+            for value in (
+                # a list of images in ``video`` is one video
+                *_listed(row.get(f"{kind}{suffix}"), several=kind == "image"),
+                *_listed(row.get(f"{kind}s{suffix}"), several=True),
+            )
         ]
         for kind in KINDS
     }
@@ -94,11 +112,13 @@ def media_said(
     Raises:
         BadRow: They have more parts without data than the columns hold.
     """
-    waiting = {kind: [*columns[kind]] for kind in KINDS}
-    found: dict[str, list[Any]] = {kind: [] for kind in KINDS}
+    taken = _Taken(columns)
+    marks = _Marks({})
+    if _places(messages, marks) != {kind: len(columns[kind]) for kind in KINDS}:
+        marks = _LETTERS  # a judge of texts may read them
     for message in messages:
-        _without_data(message, waiting, found)
-    return {kind: [*found[kind], *waiting[kind]] for kind in KINDS}
+        _without_data(message, taken, marks)
+    return {kind: [*taken.shown[kind], *taken.waiting[kind]] for kind in KINDS}
 
 
 @dataclass(frozen=True)
@@ -121,23 +141,29 @@ class MediaReader:
         """
         if self.processor is None:
             return MediaRefs()
-        return self._refs(media_in(row, suffix), folder)
+        given = frozenset(
+            kind for kind in KINDS if {f"{kind}{suffix}", f"{kind}s{suffix}"} & row.keys()
+        )
+        return replace(self._refs(media_in(row, suffix), folder), columns=given)
 
     def of_messages(
         self, messages: Sequence[Message], columns: MediaRefs, folder: Path | None
     ) -> tuple[tuple[Message, ...], MediaRefs]:
         """Take the media out of messages, leaving a bare part in the place of each.
 
-        Parts without data stand for the media of the columns, in order. Where no message has any
-        part for them, they go into the first turn of the user: in the place of ``<image>``,
-        ``<video>`` and ``<audio>`` in its text, else in front of it.
+        Parts without data, and the marks ``<image>``, ``<video>`` and ``<audio>`` (or those of the
+        model itself) in the text of any turn, stand for the media of the columns, in the order of
+        the conversation; parts with data show their own. Where the columns have media and nothing
+        stands for any of them, they go in front of the first turn of the user. In a row that shows
+        nothing, and has no column for it, the marks are letters like any.
 
         Raises:
-            BadRow: Parts and columns do not fit together, a text model is shown something, or a
-                file lies where rows may not name one.
+            BadRow: Places and columns do not fit together, a text model is shown something, a part
+                has an option that is not followed, or a file lies where rows may not name one.
         """
-        placed = [kind for message in messages for kind in _kinds(message) if kind]
-        if not columns and not placed:
+        parts = [part for message in messages for part in _parts(message)]
+        placed = [kind for kind in map(_kind_of, parts) if kind]
+        if not columns and not placed and not columns.columns:
             return tuple(messages), MediaRefs()
         if self.processor is None:
             raise BadRow(
@@ -145,23 +171,60 @@ class MediaReader:
                 f"a message has a part of type {placed[0]!r}, and the model reads text only",
                 remedy="train a model that takes it, or leave these rows out",
             )
-        if not placed:
+        marks = _Marks(self.processor.marks, KINDS if columns else (*columns.columns, *placed))
+        counts = marks.count(text for message in messages for text in _texts(message))
+        places = _places(messages, marks)
+        if any(counts.values()):
+            _check_marks(counts, places, columns)
+        elif columns and not any(places.values()):
             messages = _put_in(messages, columns)
-        waiting = {
-            "image": list(columns.images),
-            "video": list(columns.videos),
-            "audio": list(columns.audios),
-        }
-        found: dict[str, list[Any]] = {kind: [] for kind in KINDS}
-        bare = tuple(_without_data(message, waiting, found) for message in messages)
-        left = sum(map(len, waiting.values()))
+        taken = _Taken(
+            {
+                "image": list(columns.images),
+                "video": list(columns.videos),
+                "audio": list(columns.audios),
+            },
+            self.options,
+        )
+        bare_messages = tuple(_without_data(message, taken, marks) for message in messages)
+        left = sum(map(len, taken.waiting.values()))
         if left:
             raise BadRow(
                 "placeholder count",
                 f"{left} of the {len(columns)} images, videos and audios of the columns have no "
                 "part in the messages",
             )
-        return bare, self._refs(found, folder)
+        return bare_messages, self._refs(taken.shown, folder)
+
+    def of_texts(self, texts: Sequence[str], refs: MediaRefs) -> tuple[str, ...]:
+        """Write the model's own marks in the place of ``<image>`` and others in plain texts.
+
+        Args:
+            texts: That follow each other, such as a prompt and its answer.
+            refs: What all of them show.
+
+        Raises:
+            BadRow: They have marks, but not as many as there are of each kind.
+        """
+        if self.processor is None or not (refs or refs.columns):
+            return tuple(texts)
+        marks = _Marks(self.processor.marks, KINDS if refs else refs.columns)
+        counts = marks.count(texts)
+        if any(counts.values()):
+            _check_marks(counts, counts, refs)
+        written = {f"<{kind}>": form for kind, form in self.processor.written.items()}
+        return tuple(
+            "".join(
+                written.get(piece, piece) if kind else piece for piece, kind in marks.split(text)
+            )
+            for text in texts
+        )
+
+    def refs_within(self, texts: Sequence[str], refs: MediaRefs) -> MediaRefs:
+        """Return the media of ``refs`` that marks in the first ``texts`` stand for."""
+        if self.processor is None:
+            return refs
+        return refs.first(_Marks(self.processor.marks).count(texts))
 
     def read(self, unread: Unread, short_ids: Tokens) -> tuple[Tokens, Media]:
         """Read the media of a text, whose ``short_ids`` have one placeholder each, and encode it.
@@ -252,6 +315,8 @@ class MediaReader:
 
     def _anchored(self, value: Any, folder: Path | None) -> Any:
         """Make the paths of a row absolute, and refuse those that lead out of its data."""
+        if isinstance(value, MediaPart):
+            return replace(value, value=self._anchored(value.value, folder))
         if isinstance(value, list | tuple):
             return [self._anchored(entry, folder) for entry in value]
         if isinstance(value, Mapping):
@@ -275,97 +340,248 @@ def _listed(value: Any, *, several: bool) -> list[Any]:
     return [] if is_empty(value) else [value]
 
 
-def _kinds(message: Message) -> list[str | None]:
-    """Return what each part of a message shows; None: it is text, or something else."""
-    content = message.get("content")
-    parts = content if isinstance(content, list | tuple) else ()
-    return [_kind_of(part) for part in parts]
+def _with_options(value: Any, kind: str) -> Any:
+    """Read a value of a column that is written as a part of a message, with options."""
+    if not isinstance(value, Mapping) or value.get("array") is not None:
+        return value
+    if value.get(kind) is not None or value.get(f"{kind}_url") is not None:
+        return _data_of(value, kind)
+    own = _options_of(value, kind)
+    return value if own == PartOptions() else MediaPart(value, own)
 
 
-def _kind_of(part: Any) -> str | None:
-    kind = str(part.get("type", "")).removesuffix("_url") if isinstance(part, Mapping) else ""
-    kind = kind.removeprefix("input_")
-    return kind if kind in KINDS else None
+@dataclass(frozen=True)
+class _Taken:
+    """Media of columns that wait for a place, and those that have one, by kind."""
 
+    waiting: Mapping[str, list[Any]]
+    options: MediaOptions | None = None
+    shown: dict[str, list[Any]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
 
-def _data_of(part: Mapping[str, Any], kind: str) -> Any:
-    """Find what a part shows, in any of the ways that chat formats write it."""
-    for key in (kind, "path", "url", f"{kind}_url", f"input_{kind}", "bytes"):
-        value = part.get(key)
-        if isinstance(value, Mapping) and "url" in value:
-            value = value["url"]
-        if isinstance(value, Mapping) and "data" in value:  # as OpenAI's input_audio
-            value = f"data:{kind}/{value.get('format', 'wav')};base64,{value['data']}"
-        if value is not None:
-            return value
-    return None
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "waiting", {kind: [*self.waiting[kind]] for kind in KINDS})
 
-
-def _without_data(
-    message: Message, waiting: Mapping[str, list[Any]], found: Mapping[str, list[Any]]
-) -> Message:
-    """Leave ``{"type": kind}`` of each media part, and collect what it shows."""
-    kinds = _kinds(message)
-    if not any(kinds):
-        return message
-    parts: list[Any] = []
-    for part, kind in zip(message["content"], kinds, strict=True):
-        if kind is None:
-            parts.append(part)
-            continue
-        value = _data_of(part, kind)
+    def add(self, kind: str, value: Any) -> None:
+        """Put a value, or the next of the columns, behind those of its kind."""
         if value is None:
-            if not waiting[kind]:
+            if not self.waiting[kind]:
                 raise BadRow(
                     "placeholder count",
                     f"a message has more parts of type {kind!r} than the row has {kind}s",
                 )
-            value = waiting[kind].pop(0)
-        found[kind].append(value)
-        parts.append({"type": kind})
+            value = self.waiting[kind].pop(0)
+        if self.options is not None:
+            reading_of(value, self.options)  # refuses what its part asks for in vain
+        self.shown[kind].append(value)
+
+
+def _places(messages: Sequence[Message], marks: _Marks) -> dict[str, int]:
+    """Count what stands for media of the columns: marks, and parts without data."""
+    counts = marks.count(text for message in messages for text in _texts(message))
+    for message in messages:
+        for part in _parts(message):
+            if (kind := _kind_of(part)) and _data_of(part, kind) is None:
+                counts[kind] += 1
+    return counts
+
+
+def _parts(message: Message) -> Sequence[Any]:
+    content = message.get("content")
+    return content if isinstance(content, list | tuple) else ()
+
+
+def _texts(message: Message) -> Iterator[str]:
+    """Yield the texts of a message, of all its parts."""
+    if isinstance(content := message.get("content"), str):
+        yield content
+    for part in _parts(message):
+        if isinstance(part, str):
+            yield part
+        elif not _kind_of(part) and isinstance(part, Mapping) and isinstance(part.get("text"), str):
+            yield part["text"]
+
+
+def _kind_of(part: Any) -> str | None:
+    """Return what a part shows; None: it is text, or something else."""
+    if not isinstance(part, Mapping):
+        return None
+    if part.get("type") is None:  # as Qwen's agents write it
+        return next((kind for kind in KINDS if part.get(kind) is not None), None)
+    kind = str(part["type"]).removesuffix("_url").removeprefix("input_")
+    return kind if kind in KINDS else None
+
+
+def _data_of(part: Mapping[str, Any], kind: str) -> Any:
+    """Find what a part shows, in any of the ways that chat formats write it, and its options.
+
+    Raises:
+        BadRow: An option is not followed, or has an impossible value.
+    """
+    options = {**part}
+    for key in (kind, "bytes", "path", "url", f"{kind}_url", f"input_{kind}"):
+        value = part.get(key)
+        if isinstance(value, Mapping) and "url" in value:
+            options |= value
+            value = value["url"]
+        if isinstance(value, Mapping) and "data" in value:  # as OpenAI's input_audio
+            value = f"data:{kind}/{value.get('format', 'wav')};base64,{value['data']}"
+        if value is not None:
+            own = _options_of(options, kind)
+            return value if own == PartOptions() else MediaPart(value, own)
+    return None
+
+
+def _options_of(part: Mapping[str, Any], kind: str) -> PartOptions:
+    given = {key: value for key, value in part.items() if value is not None}
+    if given.get("detail") in ("auto", "high"):
+        del given["detail"]  # as the model's own processor scales
+    if kind == "image" and given.get("detail") == "low":
+        del given["detail"]
+        given.setdefault("max_pixels", _LOW_DETAIL)
+    followed = _OPTIONS[kind]
+    other = [
+        name
+        for name in (*_NOT_FOLLOWED, *_OPTIONS["video"])
+        if name in given and name not in followed
+    ]
+    if other:
+        known = f"those of {kind}s are {', '.join(followed)}" if followed else f"{kind}s have none"
+        raise _option(f"a part of type {kind!r} has {other[0]}, which is not followed; {known}")
+    read = {name: _number(name, given[name]) for name in followed if name in given}
+    if ("resized_height" in read) != ("resized_width" in read):
+        raise _option("resized_height and resized_width go together, and a part has one of them")
+    if read.get("video_end", math.inf) <= read.get("video_start", 0):
+        raise _option("video_end of a part is not behind its video_start")
+    return PartOptions(**read)
+
+
+def _number(name: str, value: Any) -> Any:
+    if name == "timestamps":
+        stamps = value.tolist() if isinstance(value, np.ndarray) else value
+        if isinstance(stamps, list | tuple) and stamps:
+            numbers = [_number("a timestamp", stamp) for stamp in stamps]
+            if numbers == sorted({*numbers}):
+                return tuple(numbers)
+        raise _option(f"timestamps of a part are {stamps!r:.60}, not seconds that grow")
+    least = 0 if name in ("video_start", "video_end", "a timestamp") else 1e-6
+    number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    whole = name not in ("fps", "sample_fps") and least > 0
+    if not number or not least <= value < math.inf or (whole and value != int(value)):
+        kind = "a whole number above 0" if whole else "a number above 0" if least else "seconds"
+        raise _option(f"{name} of a part is {value!r:.40}, not {kind}")
+    return int(value) if whole else float(value)
+
+
+def _option(what: str) -> BadRow:
+    return BadRow(
+        "option of a media part",
+        what,
+        remedy="leave the option out of the part, or set it for all rows in data.media",
+    )
+
+
+class _Marks:
+    """Finds in texts what stands for media.
+
+    Args:
+        own: Kinds of the model's own marks.
+        kinds: Whose ``<kind>`` is a mark, and not letters like any.
+    """
+
+    def __init__(self, own: Mapping[str, str], kinds: Iterable[str] = KINDS) -> None:
+        self._kinds = {f"<{kind}>": kind for kind in kinds} | dict(own)
+        longest = sorted(self._kinds, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest)) or r"(?!)")
+
+    def split(self, text: str) -> Iterator[tuple[str, str | None]]:
+        """Cut a text at its marks; yields a piece of text and None, or a mark and its kind."""
+        end = 0
+        for found in self._pattern.finditer(text):
+            if found.start() > end:
+                yield text[end : found.start()], None
+            yield found[0], self._kinds[found[0]]
+            end = found.end()
+        if end < len(text):
+            yield text[end:], None
+
+    def count(self, texts: Iterable[str]) -> dict[str, int]:
+        """Count the marks of each kind."""
+        kinds = [kind for text in texts for _, kind in self.split(text)]
+        return {kind: kinds.count(kind) for kind in KINDS}
+
+
+_LETTERS = _Marks({}, ())
+"""Marks that are letters like any."""
+
+
+def _without_data(message: Message, taken: _Taken, marks: _Marks) -> Message:
+    """Leave ``{"type": kind}`` of each media part and mark, and collect what it shows."""
+    content = message.get("content")
+    marked = any(marks.count(_texts(message)).values())
+    if not marked and not any(map(_kind_of, _parts(message))):
+        return message
+    parts: list[Any] = []
+    for part in [content] if isinstance(content, str) else _parts(message):
+        kind = _kind_of(part)
+        if kind is not None:
+            taken.add(kind, _data_of(part, kind))
+            parts.append({"type": kind})
+            continue
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if not marked or not isinstance(text, str):
+            parts.append(part)
+            continue
+        rest = part if isinstance(part, Mapping) else {"type": "text"}
+        for piece, mark in marks.split(text):
+            if mark is not None:
+                taken.add(mark, None)
+            parts.append({**rest, "text": piece} if mark is None else {"type": mark})
     return {**message, "content": parts}
 
 
 def _put_in(messages: Sequence[Message], refs: MediaRefs) -> tuple[Message, ...]:
+    """Put a part for each image, video and audio in front of the first turn of the user."""
     turn = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
     if turn is None:
         raise BadRow("placeholder count", "the row has media, and no turn of a user to show them")
+    own = [
+        part for message in messages if message["role"] != "assistant" for part in _parts(message)
+    ]
+    if any(map(_kind_of, own)):
+        raise BadRow(
+            "placeholder count",
+            f"{len(refs)} of the {len(refs)} images, videos and audios of the columns have no "
+            "part in the messages",
+        )
     content = messages[turn].get("content", "")
-    if isinstance(content, list | tuple):
-        parts = [*bare_parts(refs), *content]
-    else:
-        parts = text_parts(str(content), refs)
-    changed = {**messages[turn], "content": parts}
+    rest = content if isinstance(content, list | tuple) else [{"type": "text", "text": content}]
+    changed = {**messages[turn], "content": [*bare_parts(refs), *rest]}
     return (*messages[:turn], changed, *messages[turn + 1 :])
+
+
+def _check_marks(marks: Mapping[str, int], places: Mapping[str, int], refs: MediaRefs) -> None:
+    """Compare the media of columns with what stands for them: marks, and parts without data."""
+    if places == refs.counts:
+        return
+    told = [kind for kind in KINDS if places[kind] or refs.counts[kind]]
+    bare = sum(places.values()) - sum(marks.values())
+    beside = f" beside {bare} part(s) without data" if bare else ""
+    raise BadRow(
+        "placeholder count",
+        f"the text has {' and '.join(f'{marks[kind]} <{kind}>' for kind in told)}{beside}, the row "
+        f"{' and '.join(f'{refs.counts[kind]} {kind}(s)' for kind in told)}"
+        + (f": {', '.join(refs.names)}" if refs else ""),
+        remedy="give each image, video and audio of the columns one mark; what a part of a message "
+        "holds itself needs none",
+    )
+
+
+def parts_in(messages: Sequence[Message]) -> dict[str, int]:
+    """Count the media parts of messages by kind."""
+    kinds = [_kind_of(part) for message in messages for part in _parts(message)]
+    return {kind: kinds.count(kind) for kind in KINDS}
 
 
 def bare_parts(refs: MediaRefs) -> list[Mapping[str, Any]]:
     """Return one message part per image, video and audio, without data."""
     return [{"type": kind} for kind, count in refs.counts.items() for _ in range(count)]
-
-
-def text_parts(text: str, refs: MediaRefs) -> list[Mapping[str, Any]]:
-    """Turn a text with ``<image>``, ``<video>`` and ``<audio>`` in it into the parts of a message.
-
-    Raises:
-        BadRow: It has some, but not as many as there are of each kind.
-    """
-    pieces = re.split(rf"<({'|'.join(KINDS)})>", text)
-    marks = {kind: pieces[1::2].count(kind) for kind in KINDS}
-    if not any(marks.values()):
-        return [*bare_parts(refs), {"type": "text", "text": text}]
-    if marks != refs.counts:
-        told = [kind for kind in KINDS if marks[kind] or refs.counts[kind]]
-        raise BadRow(
-            "placeholder count",
-            f"the text has {' and '.join(f'{marks[kind]} <{kind}>' for kind in told)}, the row "
-            f"{' and '.join(f'{refs.counts[kind]} {kind}(s)' for kind in told)}: "
-            f"{', '.join(refs.names)}",
-        )
-    parts: list[Mapping[str, Any]] = []
-    for piece, kind in zip_longest(pieces[::2], pieces[1::2]):
-        if piece:
-            parts.append({"type": "text", "text": piece})
-        if kind:
-            parts.append({"type": kind})
-    return parts

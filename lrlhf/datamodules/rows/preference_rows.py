@@ -26,7 +26,13 @@ from lrlhf.datamodules.rows.implicit_prompts import (
     transcript_messages,
     without_prompt,
 )
-from lrlhf.datamodules.rows.media_rows import MediaReader, Unread, bare_parts, media_columns
+from lrlhf.datamodules.rows.media_rows import (
+    MediaReader,
+    Unread,
+    bare_parts,
+    media_columns,
+    parts_in,
+)
 from lrlhf.datamodules.rows.preference_labels import LabelReader, MarginReader
 from lrlhf.datamodules.rows.prompt_rows import PromptTemplate
 from lrlhf.datamodules.rows.tokenizing import (
@@ -105,10 +111,11 @@ class PreferenceParser:
             return shown
         names = candidate_columns(row, (self.chosen_column, self.rejected_column))
         pair, prompt = self._texts(row, folder, *names)
-        keys = (prompt,) if prompt.strip() else tuple(text.text for text in pair.candidates)
-        if pair.refs[0]:
-            # the same question about another picture is another prompt
-            keys = tuple(f"{key}\n{pair.refs[0].key}" for key in keys)
+        # the same question about another picture is another prompt
+        keys = (keyed(prompt, pair.prompt_refs),)
+        if not prompt.strip() and not pair.prompt_refs:
+            both = zip(pair.candidates, pair.refs, strict=True)
+            keys = tuple(keyed(text.text, refs) for text, refs in both)
         return self._draft(row, pair, keys, names)
 
     def _shown(self, row: Row, folder: Path | None) -> PairDraft | None:
@@ -137,9 +144,11 @@ class PreferenceParser:
             )
             nothing = Text("", complete=True)
             pair = TextPair(nothing, (first, second), (first_refs, second_refs))
-            prompt = row.get(self.prompt_column)
-            keys = tuple(refs.key for refs in own)
-            keys = (*keys, prompt) if isinstance(prompt, str) and prompt.strip() else keys
+            # one question may be asked about all pictures: pairs are told apart by what they show
+            keys = tuple(
+                refs.key if refs else f"{name} {row.get(name)!r} {shared.key}"
+                for name, refs in zip(names, own, strict=True)
+            )
             columns = [column for suffix in suffixes for column in media_columns(suffix)]
             return self._draft(row, pair, keys, (*names, *columns))
         return None
@@ -192,10 +201,12 @@ class PreferenceParser:
         )
         if isinstance(split, PairTurns):
             return self._chat(row, folder, *split)
-        prompt, *answers = split
-        pair = (Text(prompt + answers[0], False), Text(prompt + answers[1], False))
         refs = self.media.of_columns(row, folder)
-        return TextPair(Text(prompt, False), pair, (refs, refs), refs), prompt
+        texts = [self.media.of_texts((split.prompt, own), refs) for own in split[1:]]
+        pair = (Text("".join(texts[0]), False), Text("".join(texts[1]), False))
+        prompt = texts[0][0]
+        before = self.media.refs_within((prompt,), refs)
+        return TextPair(Text(prompt, False), pair, (refs, refs), before), prompt
 
     def _chat(
         self, row: Row, folder: Path | None, turns: Turns, first: Turns, second: Turns
@@ -204,21 +215,23 @@ class PreferenceParser:
             if not any(turn.get("content") or turn.get("tool_calls") for turn in answer):
                 raise BadRow("empty text", "a candidate has no content after the shared prompt")
         shared = self.media.of_columns(row, folder)
-        turns, shown = self.media.of_messages(turns, shared, folder)
-        before = self.chat.opened(turns, row) if turns else ""
-        texts, refs, spans = [], [], []
-        for rest in (first, second):
-            answer, more = self.media.of_messages(rest, MediaRefs(), folder)
-            whole = (*turns, *answer)
+        # an answer may show what the columns have left
+        wholes, refs = zip(
+            *(self.media.of_messages((*turns, *rest), shared, folder) for rest in (first, second)),
+            strict=True,
+        )
+        start = len(turns)
+        asked = wholes[0][:start]  # the same in both: what stands first is filled first
+        before = self.chat.opened(asked, row) if asked else ""
+        texts, spans = [], []
+        for whole in wholes:
             texts.append(Text(self.chat.render(whole, row, prompt=False), True))
-            refs.append(shown + more)
-            start = len(turns)
             spans.append(self.chat.answer_spans(whole, row, start) if self.answers_only else None)
         pair = TextPair(
             Text(before, True),
             (texts[0], texts[1]),
             (refs[0], refs[1]),
-            shown,
+            refs[0].first(parts_in(asked)),
             (spans[0], spans[1]),
         )
         return pair, before
@@ -407,6 +420,11 @@ def _candidate(
     before = None if alone else Unread(pair.prompt, pair.prompt_refs)
     unread = Unread(text, refs, before) if refs else None
     return Candidate(input_ids=ids, start=start, trained=trained, ends=ends, unread=unread)
+
+
+def keyed(key: str, refs: MediaRefs) -> str:
+    """Return what tells a text apart from others: itself, and what it shows."""
+    return f"{key}\n{refs.key}" if refs else key
 
 
 def digest(key: str) -> str:

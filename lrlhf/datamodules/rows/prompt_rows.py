@@ -135,6 +135,7 @@ class PromptParser:
         unwanted = {*_NOT_FOR_REWARDS, *(media_columns() if refs else ())}
         columns = {key: value for key, value in columns.items() if key not in unwanted}
         if isinstance(prompt, str):
+            (prompt,) = self.media.of_texts((prompt,), refs)
             return PromptDraft(prompt, Text(prompt, complete=False), columns, refs)
         prompt, refs = self.media.of_messages(self._with_system(prompt), refs, folder)
         text = self.chat.render(prompt, row, prompt=True)

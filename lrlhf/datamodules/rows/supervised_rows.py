@@ -19,8 +19,8 @@ from lrlhf.datamodules.rows.chat import ChatFormat, Span, Turns, read_messages
 from lrlhf.datamodules.rows.collate import media_of, moved_mask, padded
 from lrlhf.datamodules.rows.columns import text_of
 from lrlhf.datamodules.rows.implicit_prompts import without_prompt
-from lrlhf.datamodules.rows.media_rows import MediaReader, TokenizedText, Unread
-from lrlhf.datamodules.rows.preference_rows import digest
+from lrlhf.datamodules.rows.media_rows import MediaReader, TokenizedText, Unread, parts_in
+from lrlhf.datamodules.rows.preference_rows import digest, keyed
 from lrlhf.datamodules.rows.prompt_rows import DIALOGUE_COLUMNS
 from lrlhf.datamodules.rows.tokenizing import (
     Endings,
@@ -114,10 +114,9 @@ class SupervisedParser:
                 f"column {self.text_column!r} is a whole text, and loss_on is {self.loss_on}",
                 remedy="set `loss_on` to all, or give `prompt` and `completion`, or `messages`",
             )
-        text = text_of(row, self.text_column)
-        return SupervisedDraft(
-            Text(text, complete=False), text, refs=self.media.of_columns(row, folder)
-        )
+        refs = self.media.of_columns(row, folder)
+        (text,) = self.media.of_texts((text_of(row, self.text_column),), refs)
+        return SupervisedDraft(Text(text, complete=False), keyed(text, refs), refs=refs)
 
     def _pair(self, row: Row, folder: Path | None) -> SupervisedDraft:
         """Read a prompt and what follows it."""
@@ -138,9 +137,10 @@ class SupervisedParser:
         asked = text_of(row, self.prompt_column, allow_empty=True)
         said = text_of(row, self.completion_column)
         refs = self.media.of_columns(row, folder)
+        asked, said = self.media.of_texts((asked, said), refs)
         return SupervisedDraft(
             Text(asked + said, complete=False),
-            _keyed(asked or said, refs),
+            keyed(asked or said, self.media.refs_within((asked or said,), refs)),
             prompt=None if self.loss_on == "all" else Text(asked, complete=False),
             refs=refs,
         )
@@ -168,9 +168,10 @@ class SupervisedParser:
             raise _nothing_said("no turn is the assistant's")
         shown = self.media.of_columns(row, folder)
         messages, refs = self.media.of_messages(messages, shown, folder)
+        asked = messages[:first]
         draft = partial(
             SupervisedDraft,
-            key=_keyed(repr([*map(dict, messages[:first])]), refs),
+            key=keyed(repr([*map(dict, asked)]), refs.first(parts_in(asked))),
             answered=messages[-1]["role"] == "assistant",
             refs=refs,
         )
@@ -189,11 +190,6 @@ class SupervisedParser:
 
 def _nothing_said(what: str) -> BadRow:
     return BadRow("no completion", what, remedy="leave the row out, or set `loss_on` to all")
-
-
-def _keyed(key: str, refs: MediaRefs) -> str:
-    # the same question about another picture is another prompt
-    return f"{key}\n{refs.key}" if refs else key
 
 
 def tokenize_supervised(

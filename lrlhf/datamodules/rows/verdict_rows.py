@@ -55,7 +55,9 @@ class JudgedPair(NamedTuple):
 
     def keys(self) -> Iterator[str]:
         """Yield what pairs of another split must not share: the prompt, or the candidates."""
-        if self.prompt or any(self.media.values()):
+        # one question may be asked about all pictures: pairs are told apart by what they show
+        by_candidates = any(any(one.media.values()) for one in self.candidates)
+        if not by_candidates and (self.prompt or any(self.media.values())):
             # not as Python writes it: images among its parts are others in each process
             yield f"{prompt_text(self.prompt)!r} {_digest(self.media)}"
         else:

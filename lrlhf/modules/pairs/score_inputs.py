@@ -57,10 +57,12 @@ def _read(row: Mapping[str, Any], reader: MediaReader) -> Asked:
     column = column_or_dialogue(
         row, DEFAULT_PROMPT_COLUMN, default=DEFAULT_PROMPT_COLUMN, setting="prompt"
     )
+    turns: Prompt
+    refs = reader.of_columns(row, None)
     if isinstance(row[column], str):
-        return Asked(text_of(row, column), [], [], [])
-    messages = read_messages(row[column], column)
-    turns, refs = reader.of_messages(messages, reader.of_columns(row, None), None)
+        (turns,) = reader.of_texts((text_of(row, column),), refs)
+    else:
+        turns, refs = reader.of_messages(read_messages(row[column], column), refs, None)
     options = MediaOptions()
     return Asked(
         turns,
