@@ -262,7 +262,8 @@ class Episode:
     prompt: Prompt
     """As the policy read it, what the environment showed at the start included."""
     messages: tuple[Message, ...]
-    """What followed, turn by turn: ``assistant`` is the policy, the others the environment."""
+    """What followed, turn by turn: ``assistant`` is the policy, word for word, the others the
+    environment. Calls that could be read stand under ``tool_calls`` too."""
     rewards: tuple[float, ...] | None
     """What the environment gave for each turn of the policy's; None: it gives no rewards."""
     finish_reason: str
@@ -274,11 +275,24 @@ class Episode:
     """As the episode left it, until the rewards have read it."""
     release: Callable[[], None] | None = None
     """Closes the environment; None: there is nothing to close."""
+    beside_calls: tuple[tuple[int, str | None], ...] = ()
+    """Numbers of the messages with calls, and what each says beside them; None: nobody can tell."""
 
     @property
     def turns(self) -> int:
         """How often the policy wrote."""
         return sum(message["role"] == "assistant" for message in self.messages)
+
+    @property
+    def completion(self) -> list[Message]:
+        """The messages in which each call stands once: apart from the content, or only in it."""
+        beside = dict(self.beside_calls)
+        return [
+            {**message, "content": content}
+            if (content := beside.get(number)) is not None
+            else {name: value for name, value in message.items() if name != "tool_calls"}
+            for number, message in enumerate(self.messages)
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

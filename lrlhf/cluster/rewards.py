@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from lrlhf.cluster.connection import import_ray, joined
 from lrlhf.rewards import Rewards
-from lrlhf.rewards.function import Completion, CompletionText, CompletionTurns, RewardError
+from lrlhf.rewards.function import Completion, RewardError, with_segments
 from lrlhf.rewards.reward_values import RewardResult
 from lrlhf.types import Prompt
 
@@ -159,9 +159,4 @@ def packed(completions: Iterable[Completion]) -> list[PackedCompletion]:
 
 def unpacked(completions: Iterable[PackedCompletion]) -> list[Completion]:
     """Return what `packed` was given."""
-    return [one if segments is None else _with(segments, one) for one, segments in completions]
-
-
-def _with(segments: Any, completion: Completion) -> Completion:
-    text = CompletionText(segments)
-    return text if isinstance(completion, str) else CompletionTurns(text, completion)
+    return [with_segments(*one) for one in completions]

@@ -20,7 +20,14 @@ from lrlhf.environments.limited_calls import (
 )
 from lrlhf.environments.text_environment import TextEnvironment
 from lrlhf.environments.tool_calls import MalformedCall, ToolCall, ToolCallFormat
-from lrlhf.environments.tools import Tool, result_text, tools_by_name, tools_of
+from lrlhf.environments.tools import (
+    Tool,
+    UnreadableResultError,
+    result_text,
+    tools_by_name,
+    tools_of,
+)
+from lrlhf.environments.turn_message import beside_calls, described
 from lrlhf.types import Message
 
 
@@ -59,6 +66,8 @@ class Reaction(NamedTuple):
     """``stop`` or ``done``; None: the episode goes on."""
     asked: Asked | None = None
     """The next turn's prompt, in place of ``messages`` behind all that was said."""
+    content: str | None = None
+    """What the turn says beside ``calls``; None: nobody can tell."""
 
 
 class EpisodeSession(Protocol):
@@ -174,6 +183,7 @@ class Session:
         """
         del tokens
         calls: tuple[Mapping[str, Any], ...] = ()
+        content = None
         if isinstance(self.environment, TextEnvironment):
             answer = await self._ask("step()", self.environment.step, text)
             said = _text_or_none(answer, "step()")
@@ -183,11 +193,13 @@ class Session:
             found = self._read_calls(raw)
             messages = [await self._used(call) for call in found]
             calls = tuple(described(call) for call in found if isinstance(call, ToolCall))
+            content = beside_calls(found, text, raw, self._read_calls) if calls else None
             reason = None if found else "stop"
         reward = await self._judged("reward")
         if await self._ask("done", self._is_done):
             reason = "done"
-        return Reaction(calls, () if reason else tuple(messages), reward, reason)
+        messages = [] if reason else messages
+        return Reaction(calls, tuple(messages), reward, reason, content=content)
 
     async def outcome(self) -> float:
         """Return the reward of the whole, which comes on top of those of the turns; 0: none.
@@ -215,9 +227,8 @@ class Session:
             answer = getattr(self.environment, "malformed_call", None)
             told = _error(f"{call.problem}")
             if callable(answer):
-                told = result_text(
-                    await self._ask("malformed_call()", answer, call.text, call.problem)
-                )
+                given = await self._ask("malformed_call()", answer, call.text, call.problem)
+                told = _read_of("malformed_call()", given)
             return {"role": "tool", "content": told, **identity}
         tool = self._tools.get(call.name)
         message = {"role": "tool", "name": call.name, **identity}
@@ -230,7 +241,7 @@ class Session:
             raise too_slow(f"{call.name}()", self._timeout) from error
         except Exception as error:  # noqa: BLE001  the policy is to learn of it
             return {**message, "content": _error(str(error) or type(error).__name__)}
-        return {**message, "content": result_text(result)}
+        return {**message, "content": _read_of(f"{call.name}()", result)}
 
     async def _judged(self, name: str) -> float:
         judge = getattr(self.environment, name, None)
@@ -265,12 +276,16 @@ def _text_or_none(value: Any, name: str) -> str | None:
     raise EnvironmentFailure(f"{name} returned a {type(value).__name__}, not text or None")
 
 
-def described(call: ToolCall) -> Mapping[str, Any]:
-    """Return a call as chat templates take it."""
-    return {
-        "type": "function",
-        "function": {"name": call.name, "arguments": dict(call.arguments)},
-    }
+def _read_of(name: str, value: Any) -> str:
+    """Return what the policy reads of a value.
+
+    Raises:
+        EnvironmentFailure: It cannot read all of it.
+    """
+    try:
+        return result_text(value)
+    except UnreadableResultError as error:
+        raise EnvironmentFailure(f"{name} returned {error}") from error
 
 
 def _error(text: str) -> str:

@@ -76,7 +76,7 @@ class RegexCalls:
         name = groups.pop("tool", self._tool)
         if not name:
             return MalformedCall(match.group(), "the call names no tool")
-        return ToolCall(name, groups, match.start())
+        return ToolCall(name, groups, match.start(), match.end())
 
 
 def tool_call_format(given: str | ToolCallFormat) -> ToolCallFormat:

@@ -6,9 +6,9 @@ from. The time that it takes is proportional to the length of the text: after 32
 be read, the rest of the text belongs to the last of them.
 
 The text may hold special tokens or not, with two exceptions: Mistral's call ids and the tokens of
-DeepSeek cannot be told from names once they are stripped. What precedes a ``</think>``, wherever it
-stands, is reasoning, in which there are no calls. Code fences have no meaning: a call inside one is
-a call.
+DeepSeek cannot be told from names once they are stripped. What precedes a ``</think>`` is
+reasoning, in which there are no calls, unless the mark stands in an argument. A turn that ends in
+the midst of a call has a malformed one. Code fences have no meaning: a call inside one is a call.
 """
 
 from __future__ import annotations
@@ -17,45 +17,33 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
+
+import regex
 
 from lrlhf.environments.strict_json import STRICT_JSON
+from lrlhf.environments.turn_calls import (
+    Format,
+    MalformedCall,
+    MalformedError,
+    Read,
+    ToolCall,
+    ToolCallFormat,
+    calls_in,
+)
 
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call that the policy asks for."""
-
-    name: str
-    arguments: Mapping[str, Any]
-    """Values as JSON has them; only texts, if the format knows nothing else."""
-    start: int | None = field(default=None, compare=False)
-    """Where it begins in the text of the turn; None: the format does not tell."""
-
-
-@dataclass(frozen=True, slots=True)
-class MalformedCall:
-    """What was meant as a call and cannot be read as one."""
-
-    text: str
-    problem: str
-    """What is wrong with it, in words for the policy."""
-
-
-ToolCallFormat = Callable[[str], Sequence[ToolCall | MalformedCall]]
-"""Finds the calls in the text of one turn."""
-
-
-class _MalformedError(Exception):
-    """A call cannot be read, for the reason that the message gives."""
-
-
-class _Read(NamedTuple):
-    calls: list[ToolCall]
-    end: int
-    """Where the text goes on."""
+__all__ = [
+    "MalformedCall",
+    "ToolCall",
+    "ToolCallFormat",
+    "deepseek",
+    "hermes",
+    "llama3_json",
+    "mistral",
+    "python",
+    "qwen3_coder",
+]
 
 
 def hermes(text: str) -> list[ToolCall | MalformedCall]:
@@ -67,7 +55,7 @@ def hermes(text: str) -> list[ToolCall | MalformedCall]:
         https://qwen.readthedocs.io/en/latest/framework/function_call.html and
         https://huggingface.co/NousResearch/Hermes-2-Pro-Llama-3-8B
     """
-    return _tagged(text, _HERMES, _hermes_call)
+    return calls_in(text, _HERMES, _hermes_call)
 
 
 def qwen3_coder(text: str) -> list[ToolCall | MalformedCall]:
@@ -79,7 +67,7 @@ def qwen3_coder(text: str) -> list[ToolCall | MalformedCall]:
     Reference:
         Chat template of https://huggingface.co/Qwen/Qwen3-Coder-30B-A3B-Instruct
     """
-    return _tagged(text, _QWEN_CODER, _qwen_coder_call)
+    return calls_in(text, _QWEN_CODER, _qwen_coder_call)
 
 
 def mistral(text: str) -> list[ToolCall | MalformedCall]:
@@ -93,7 +81,7 @@ def mistral(text: str) -> list[ToolCall | MalformedCall]:
         https://docs.mistral.ai/capabilities/function_calling and, for the tokens,
         https://github.com/mistralai/mistral-common
     """
-    return _tagged(text, _MISTRAL, _mistral_calls)
+    return calls_in(text, _MISTRAL, _mistral_calls)
 
 
 def deepseek(text: str) -> list[ToolCall | MalformedCall]:
@@ -106,7 +94,7 @@ def deepseek(text: str) -> list[ToolCall | MalformedCall]:
         Chat template of https://huggingface.co/deepseek-ai/DeepSeek-V3-0324, and "ToolCall" of
         https://huggingface.co/deepseek-ai/DeepSeek-V3.1
     """
-    return _tagged(text, _DEEPSEEK, _deepseek_call)
+    return calls_in(text, _DEEPSEEK, _deepseek_call)
 
 
 def python(text: str) -> list[ToolCall | MalformedCall]:
@@ -121,7 +109,7 @@ def python(text: str) -> list[ToolCall | MalformedCall]:
         https://github.com/meta-llama/llama-models/blob/main/models/llama3_2/text_prompt_format.md
         and https://huggingface.co/LiquidAI/LFM2-1.2B
     """
-    return _tagged(text, _PYTHON, _python_calls)
+    return calls_in(text, _PYTHON, _python_calls)
 
 
 def llama3_json(text: str) -> list[ToolCall | MalformedCall]:
@@ -135,57 +123,12 @@ def llama3_json(text: str) -> list[ToolCall | MalformedCall]:
         "JSON based tool calling" of
         https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1/
     """
-    return _tagged(text, _LLAMA_JSON, _llama_json_call)
+    return calls_in(text, _LLAMA_JSON, _llama_json_call)
 
 
 _MAX_DEPTH = 64
 """Of nested arguments: what writes them down again later must not run out of stack."""
-_MOST_MALFORMED = 32
-"""Of one turn: an error of Python's JSON takes a time that grows with the text before it."""
-_THINK_END = "</think>"
 _SPACE = re.compile(r"\s*")
-
-
-def _said(text: str) -> str:
-    """Return a turn without the reasoning at its beginning, whose opening tag may be missing."""
-    reasoning, ended, answer = text.partition(_THINK_END)
-    if ended:
-        return answer
-    return "" if reasoning.lstrip().startswith("<think>") else text
-
-
-class _Format(NamedTuple):
-    """Where calls begin, and where the text goes on after one that cannot be read."""
-
-    opening: re.Pattern[str]
-    resume: re.Pattern[str]
-    """The end of a call, or the place where the next one begins."""
-
-
-def _tagged(
-    turn: str, form: _Format, read: Callable[[str, re.Match[str]], _Read]
-) -> list[ToolCall | MalformedCall]:
-    """Read all calls of a turn.
-
-    Args:
-        turn: Reasoning included.
-        form: Of the calls.
-        read: Reads what begins at a match of ``form.opening``; raises `_MalformedError`.
-    """
-    text = _said(turn)
-    calls: list[ToolCall | MalformedCall] = []
-    position = malformed = 0
-    while opening := form.opening.search(text, position):
-        try:
-            found, position = read(text, opening)
-            start = len(turn) - len(text) + opening.start()
-            calls += [replace(call, start=start) for call in found]
-        except _MalformedError as error:
-            malformed += 1
-            resume = form.resume.search(text, opening.end())
-            position = resume.end() if resume and malformed < _MOST_MALFORMED else len(text)
-            calls.append(MalformedCall(text[opening.start() : position].strip(), str(error)))
-    return calls
 
 
 def _json_at(text: str, position: int) -> tuple[Any, int]:
@@ -195,11 +138,13 @@ def _json_at(text: str, position: int) -> tuple[Any, int]:
         return STRICT_JSON.raw_decode(text, start)
     except json.JSONDecodeError as error:
         where = error.pos - start + 1
-        raise _MalformedError(f"not JSON: {error.msg} (character {where})") from None
+        open_string = error.msg.startswith("Unterminated string")
+        reached = len(text) if open_string else error.pos
+        raise MalformedError(f"not JSON: {error.msg} (character {where})", reached) from None
     except RecursionError:
-        raise _MalformedError("the JSON is nested too deeply") from None
+        raise MalformedError("the JSON is nested too deeply") from None
     except ValueError as error:
-        raise _MalformedError(f"not JSON: {error}") from None
+        raise MalformedError(f"not JSON: {error}") from None
 
 
 def _skip_space(text: str, position: int) -> int:
@@ -211,30 +156,30 @@ def _skip_space(text: str, position: int) -> int:
 def _expect(text: str, position: int, literal: str) -> int:
     start = _skip_space(text, position)
     if not text.startswith(literal, start):
-        raise _MalformedError(f"no {literal} where the call should end")
+        raise MalformedError(f"no {literal} where the call should end", start)
     return start + len(literal)
 
 
 def _call_of(value: Any) -> ToolCall:
     """Return the call that a JSON object describes."""
     if not isinstance(value, dict):
-        raise _MalformedError('not an object {"name": …, "arguments": {…}}')
+        raise MalformedError('not an object {"name": …, "arguments": {…}}')
     return _checked(value.get("name"), value.get("arguments", value.get("parameters", {})))
 
 
 def _checked(name: Any, arguments: Any) -> ToolCall:
     """Return a call whose arguments any JSON can hold, as UTF-8."""
     if not isinstance(name, str) or not name:
-        raise _MalformedError("the call has no name")
+        raise MalformedError("the call has no name")
     if not isinstance(arguments, dict):
-        raise _MalformedError(f"the arguments of {name} are no object")
+        raise MalformedError(f"the arguments of {name} are no object")
     if _is_deep(arguments):
-        raise _MalformedError(f"the arguments of {name} are nested too deeply")
+        raise MalformedError(f"the arguments of {name} are nested too deeply")
     try:
         written = json.dumps([name, arguments], ensure_ascii=False, allow_nan=False)
         written.encode()
     except (TypeError, ValueError) as error:
-        raise _MalformedError(f"the call of {name!a} is no JSON: {error}") from None
+        raise MalformedError(f"the call of {name!a} is no JSON: {error}") from None
     # tuples and keys of other types become what JSON makes of them
     return ToolCall(name, json.loads(written)[1])
 
@@ -249,18 +194,23 @@ def _is_deep(value: Any) -> bool:
     return True
 
 
-_HERMES = _Format(re.compile("<tool_call>"), re.compile("</tool_call>|(?=<tool_call>)"))
+_HERMES = Format(
+    re.compile("<tool_call>"),
+    re.compile("</tool_call>|(?=<tool_call>)"),
+    regex.compile("<tool_call>"),
+)
 
 
-def _hermes_call(text: str, opening: re.Match[str]) -> _Read:
+def _hermes_call(text: str, opening: re.Match[str]) -> Read:
     value, end = _json_at(text, opening.end())
     end = _expect(text, end, "</tool_call>")
-    return _Read([_call_of(value)], end)
+    return Read([_call_of(value)], end)
 
 
-_QWEN_CODER = _Format(
+_QWEN_CODER = Format(
     re.compile(r"(?:<tool_call>\s*)?<function=|<tool_call>"),
     re.compile(r"</function>(?:\s*</tool_call>)?|</tool_call>|(?=<tool_call>|<function=)"),
+    regex.compile("<tool_call>|<function="),
 )
 _QWEN_CODER_END = re.compile(r"\s*</function>(?:\s*</tool_call>)?")
 _QWEN_CODER_NAME = re.compile(r"([^<>\n]+)>")
@@ -268,78 +218,97 @@ _QWEN_CODER_PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>\n?")
 _QWEN_CODER_VALUE_END = re.compile(r"\n?</parameter>|<function=")
 
 
-def _qwen_coder_call(text: str, opening: re.Match[str]) -> _Read:
+def _qwen_coder_call(text: str, opening: re.Match[str]) -> Read:
     name = _QWEN_CODER_NAME.match(text, opening.end())
     if not name or not opening.group().endswith("="):
-        raise _MalformedError("no <function=NAME> where the call begins")
+        raise MalformedError("no <function=NAME> where the call begins")
     arguments, end = {}, name.end()
     while key := _QWEN_CODER_PARAMETER.match(text, end):
         value_end = _QWEN_CODER_VALUE_END.search(text, key.end())
         if not value_end or not value_end.group().endswith("</parameter>"):
-            raise _MalformedError(f"no </parameter> after the value of {key[1].strip()}")
+            reached = len(text) if value_end is None else value_end.start()
+            what = f"no </parameter> after the value of {key[1].strip()}"
+            raise MalformedError(what, reached)
         arguments[key[1].strip()] = text[key.end() : value_end.start()]
         end = value_end.end()
     close = _QWEN_CODER_END.match(text, end)
     if not close:
-        raise _MalformedError("no </function> where the call should end")
-    return _Read([_checked(name[1].strip(), arguments)], close.end())
+        raise MalformedError("no </function> where the call should end")
+    return Read([_checked(name[1].strip(), arguments)], close.end())
 
 
 _MISTRAL_NAMED = r"[^\W\d][\w.-]*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?(?=\{)"
-_MISTRAL = _Format(
+_MISTRAL = Format(
     re.compile(
         r"\[TOOL_CALLS\]|\A\s*(?=\[\s*\{\s*\"(?:name|arguments|id)\"\s*:"
         rf"|{_MISTRAL_NAMED}\{{\s*[\"}}])"
     ),
     re.compile(r"(?=\[TOOL_CALLS\])"),
+    regex.compile(r"\[TOOL_CALLS\]|\A\s*\[\s*\{\s*\"(?:name|arguments|id)\"\s*:"),
 )
 _MISTRAL_CALL = re.compile(rf"\s*({_MISTRAL_NAMED})")
 
 
-def _mistral_calls(text: str, opening: re.Match[str]) -> _Read:
+def _mistral_calls(text: str, opening: re.Match[str]) -> Read:
     start = _skip_space(text, opening.end())
     if text.startswith("[", start):
         values, end = _json_at(text, start)
-        return _Read([_call_of(value) for value in values], end)
+        return Read([_call_of(value) for value in values], end)
     calls: list[ToolCall] = []
     end = start
     while head := _MISTRAL_CALL.match(text, end):
         arguments, end = _json_at(text, head.end())
         calls.append(_checked(head[1].partition("[")[0], arguments))
     if not calls:
-        raise _MalformedError("neither a list of calls nor NAME{…} after [TOOL_CALLS]")
-    return _Read(calls, end)
+        raise MalformedError("neither a list of calls nor NAME{…} after [TOOL_CALLS]")
+    return Read(calls, end)
 
 
-_DEEPSEEK = _Format(
+_DEEPSEEK = Format(
     re.compile("<｜tool▁call▁begin｜>"),
     re.compile("<｜tool▁call▁end｜>|(?=<｜tool▁call▁begin｜>)"),
+    regex.compile("<｜tool▁call▁begin｜>"),
 )
 _DEEPSEEK_HEAD = re.compile(r"([^<\n]*)<｜tool▁sep｜>(?:([^\n{<]+)\n```json\n)?")
 
 
-def _deepseek_call(text: str, opening: re.Match[str]) -> _Read:
+def _deepseek_call(text: str, opening: re.Match[str]) -> Read:
     head = _DEEPSEEK_HEAD.match(text, opening.end())
     if not head:
-        raise _MalformedError("no <｜tool▁sep｜> in the call")
+        raise MalformedError("no <｜tool▁sep｜> in the call")
     arguments, end = _json_at(text, head.end())
     if head[2]:
         end = _expect(text, end, "```")
     end = _expect(text, end, "<｜tool▁call▁end｜>")
-    return _Read([_checked((head[2] or head[1]).strip(), arguments)], end)
+    return Read([_checked((head[2] or head[1]).strip(), arguments)], end)
 
 
-_PYTHON = _Format(
+_PYTHON = Format(
     re.compile(
         r"\A\s*(?:<\|[a-z_]+\|>\s*)*(?=\[\s*[^\W\d]\w*\()"
         r"|<\|tool_call_start\|>|<\|python_start\|>"
     ),
     re.compile(r"<\|[a-z_]+\|>|</s>"),
+    regex.compile(
+        r"\A\s*(?:<\|[a-z_]+\|>\s*)*\[\s*[^\W\d]\w*\("
+        r"|<\|tool_call_start\|>|<\|python_start\|>"
+    ),
 )
+_PYTHON_PIECE = re.compile(
+    r"""(?P<string>"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|(?P<open>["'])|<\|[a-z_]+\|>|</s>""",
+    re.DOTALL,
+)
+"""What a list of calls may hold that its end is looked for behind, and what may end it."""
 
 
-def _python_calls(text: str, opening: re.Match[str]) -> _Read:
-    close = _PYTHON.resume.search(text, opening.end())
+def _python_calls(text: str, opening: re.Match[str]) -> Read:
+    reached, close = opening.end(), None
+    for close in _PYTHON_PIECE.finditer(text, opening.end()):
+        if close["string"] is None:
+            break
+        reached, close = close.end(), None
+    if close and close["open"]:  # a string without its end goes on to that of the text
+        reached, close = len(text), _PYTHON.resume.search(text, close.end())
     body = text[opening.end() : close.start() if close else len(text)].strip()
     try:
         with warnings.catch_warnings():
@@ -347,31 +316,31 @@ def _python_calls(text: str, opening: re.Match[str]) -> _Read:
             warnings.simplefilter("ignore")
             values = ast.parse(body, mode="eval").body
         if not isinstance(values, ast.List):
-            raise _MalformedError("not a list of calls, [NAME(key=value), …]")
+            raise MalformedError("not a list of calls, [NAME(key=value), …]")
         calls = [_python_call(value) for value in values.elts]
     except SyntaxError as error:
-        raise _MalformedError(f"not a list of calls in Python: {error.msg}") from None
+        raise MalformedError(f"not a list of calls in Python: {error.msg}", reached) from None
     except ValueError as error:
-        raise _MalformedError(f"not a list of calls in Python: {error}") from None
+        raise MalformedError(f"not a list of calls in Python: {error}") from None
     except (RecursionError, MemoryError):
-        raise _MalformedError("the calls are nested too deeply") from None
-    return _Read(calls, close.end() if close else len(text))
+        raise MalformedError("the calls are nested too deeply") from None
+    return Read(calls, close.end() if close else len(text))
 
 
 def _python_call(node: ast.expr) -> ToolCall:
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
-        raise _MalformedError("not a list of calls, [NAME(key=value), …]")
+        raise MalformedError("not a list of calls, [NAME(key=value), …]")
     name = node.func.id
     arguments: dict[str, Any] = {}
     for keyword in node.keywords:
         if keyword.arg is None or keyword.arg in arguments:
-            raise _MalformedError(f"{name} must be given each argument once and by its name")
+            raise MalformedError(f"{name} must be given each argument once and by its name")
         try:
             arguments[keyword.arg] = ast.literal_eval(_JSONWords().visit(keyword.value))
         except (ValueError, TypeError):
-            raise _MalformedError(f"the value of {keyword.arg} is no literal") from None
+            raise MalformedError(f"the value of {keyword.arg} is no literal") from None
     if node.args:
-        raise _MalformedError(f"{name} must be given its arguments by name, {name}(key=value)")
+        raise MalformedError(f"{name} must be given its arguments by name, {name}(key=value)")
     return _checked(name, arguments)
 
 
@@ -388,11 +357,21 @@ _LLAMA_OBJECT = (
     r"(?=\{\s*(?:\"type\"\s*:\s*\"function\"\s*,\s*)?"
     r"(?:\"name\"\s*:\s*\"[^\"\\]*\"\s*,\s*)?\"(?:parameters|arguments)\"\s*:)"
 )
-_LLAMA_JSON = _Format(
-    re.compile(rf"<\|python_tag\|>\s*|{_LLAMA_OBJECT}"), re.compile(r"(?=<\|[a-z_]+\|>)|\Z")
+_LLAMA_NEARLY = (
+    r"(?=\{\s*['\"]?name['\"]?\s*:?\s*['\"][\w.-]+['\"]\s*,?\s*"
+    r"['\"]?(?:parameters|arguments)['\"]?\s*:?\s*\{)"
+)
+"""With another quotation mark, or without a colon or a comma."""
+_LLAMA_JSON = Format(
+    re.compile(rf"<\|python_tag\|>\s*|{_LLAMA_OBJECT}|{_LLAMA_NEARLY}"),
+    re.compile(r"(?=<\|[a-z_]+\|>)|\Z"),
+    regex.compile(
+        r"<\|python_tag\|>|\{\s*(?:\"type\"\s*:\s*\"function\"\s*,\s*)?"
+        r"(?:\"name\"\s*:\s*\"[^\"\\]*\"\s*,\s*)?\"(?:parameters|arguments)\"\s*:"
+    ),
 )
 
 
-def _llama_json_call(text: str, opening: re.Match[str]) -> _Read:
+def _llama_json_call(text: str, opening: re.Match[str]) -> Read:
     value, end = _json_at(text, opening.end())
-    return _Read([_call_of(value)], end)
+    return Read([_call_of(value)], end)

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
 import functools
 import inspect
 import json
+import math
 import reprlib
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
+from enum import Enum
+from pathlib import PurePath
 from types import NoneType
 from typing import Any
+from uuid import UUID
 
+import numpy as np
+from torch import Tensor
 from transformers.utils.chat_template_utils import (
     DocstringParsingException,
     TypeHintParsingException,
     get_json_schema,
 )
 
-from lrlhf.environments.strict_json import STRICT_JSON
+from lrlhf.environments.json_values import JSON_TYPES, fitting_values, wanted
 from lrlhf.functional.names import import_value
 
 NOT_TOOLS = frozenset(
@@ -36,17 +45,7 @@ _UNNAMED = (
     inspect.Parameter.VAR_POSITIONAL,
     inspect.Parameter.VAR_KEYWORD,
 )
-_JSON_TYPES: Mapping[type, str] = {
-    str: "string",
-    bool: "boolean",
-    int: "integer",
-    float: "number",
-    list: "array",
-    dict: "object",
-    NoneType: "null",
-}
-_HINTS = (*_JSON_TYPES, tuple, Any)
-_PYTHON_WORDS = {"True": True, "False": False, "None": None}
+_HINTS = (*JSON_TYPES, tuple, Any)
 
 
 class ToolArgumentsError(ValueError):
@@ -91,7 +90,7 @@ class Tool:
         """Return the arguments as the function takes them.
 
         A text that stands for a value of the wanted type is taken as that value, ``"3"`` as 3:
-        some formats of calls know nothing but text.
+        some formats of calls know nothing but text. ``"null"`` is None where a value may be null.
 
         Args:
             arguments: As the policy gave them, values as JSON has them.
@@ -112,15 +111,14 @@ class Tool:
                     continue
                 problems.append(f"there is no argument {name!r}")
                 continue
-            fitting = [one for one in _readings(value) if _matches(one, properties[name])]
-            if fitting:
+            if fitting := fitting_values(value, properties[name]):
                 accepted[name] = fitting[0]
             else:
-                wanted, given = _wanted(properties[name]), reprlib.repr(value)
-                problems.append(f"{name!r} must be {wanted}, not {given}")
+                right, given = wanted(properties[name]), reprlib.repr(value)
+                problems.append(f"{name!r} must be {right}, not {given}")
         if problems:
             taken = ", ".join(
-                f"{name} ({_wanted(schema)}{'' if name in required else ', optional'})"
+                f"{name} ({wanted(schema)}{'' if name in required else ', optional'})"
                 for name, schema in properties.items()
             )
             raise ToolArgumentsError(
@@ -185,26 +183,101 @@ def tools_by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
     return found
 
 
+class UnreadableResultError(ValueError):
+    """A tool or an environment returned what the policy cannot read."""
+
+
 def result_text(value: Any) -> str:
     """Return what the policy reads of a tool's result.
 
     Args:
         value: Text stands as it is, and None for nothing said. Of anything else the policy reads
-            its JSON, or ``str(value)`` if JSON has no form for it.
+            its JSON: also of arrays, tensors, dataclasses and models of pydantic, of dates and
+            times, ``Decimal``, ``UUID`` and paths, which are texts there, and of the values of
+            enumerations.
 
     Returns:
         Text that UTF-8 can hold: half of a surrogate pair becomes a question mark.
+
+    Raises:
+        UnreadableResultError: JSON cannot hold all of it.
     """
     if value is None:
         return ""
-    if isinstance(value, str):
-        text = value
-    else:
-        try:
-            text = json.dumps(value, ensure_ascii=False)
-        except (TypeError, ValueError, RecursionError):
-            text = str(value)
+    try:
+        plain = _plain(value)
+        text = plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
+    except RecursionError:
+        raise UnreadableResultError(
+            f"{_kind(value)} that is nested too deeply or holds itself; return less of it"
+        ) from None
     return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON holds it, and nothing else of it than all.
+
+    Raises:
+        UnreadableResultError: It cannot.
+    """
+    if value is None or isinstance(value, str | bool | int | float):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UnreadableResultError(f"{value}, no number of JSON; return None or a text")
+        return value
+    if isinstance(value, Mapping):
+        return _plain_mapping(value)
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, Tensor | np.ndarray | np.generic):
+        return _plain_array(value)
+    return _plain_object(value)
+
+
+def _plain_array(value: Any) -> Any:
+    if not isinstance(value, Tensor) and value.dtype.kind in "MmV":
+        # numbers of unknown units, or rows without the names of their fields
+        raise UnreadableResultError(f"{_kind(value)} of {value.dtype}; {_INSTEAD}")
+    return _plain(value.tolist())
+
+
+def _plain_object(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return _plain(value.value)
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, Decimal | UUID | PurePath):
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {one.name: _plain(getattr(value, one.name)) for one in dataclasses.fields(value)}
+    if callable(dump := getattr(value, "model_dump", None)) and not isinstance(value, type):
+        return _plain(dump())
+    raise UnreadableResultError(f"{_kind(value)}, which JSON has no form for; {_INSTEAD}")
+
+
+def _plain_mapping(value: Mapping[Any, Any]) -> dict[str, Any]:
+    plain: dict[str, Any] = {}
+    for key, inner in value.items():
+        if not isinstance(key, str | bool | int | float | NoneType):
+            raise UnreadableResultError(
+                f"{_kind(value)} with a key that is {_kind(key)}, where JSON has texts; {_INSTEAD}"
+            )
+        # as `json` writes them
+        plain[key if isinstance(key, str) else json.dumps(_plain(key))] = _plain(inner)
+    if len(plain) < len(value):
+        raise UnreadableResultError(f"{_kind(value)} with keys that JSON cannot tell apart")
+    return plain
+
+
+def _kind(value: Any) -> str:
+    """Name a value by its type alone: its repr may have an address in memory."""
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
+_INSTEAD = (
+    "return a text, or what JSON can hold: numbers, lists and dicts with texts as keys (of a set "
+    "or a generator a list, of a data frame its records). Images are not shown in episodes"
+)
 
 
 def _tool(given: NamedTool) -> Tool:
@@ -289,64 +362,3 @@ def _leaves(hint: Any) -> Iterator[Any]:
         yield hint
     for part in inner:
         yield from _leaves(part)
-
-
-def _readings(value: Any) -> Iterator[Any]:
-    """Yield a value and, if it is a text, the value that is written there."""
-    yield value
-    if not isinstance(value, str):
-        return
-    if value.strip() in _PYTHON_WORDS:
-        yield _PYTHON_WORDS[value.strip()]
-        return
-    try:
-        yield STRICT_JSON.decode(value)
-    except (ValueError, RecursionError):
-        return
-
-
-def _kinds(schema: Mapping[str, Any]) -> tuple[str, ...]:
-    kinds = schema.get("type", ())
-    return (kinds,) if isinstance(kinds, str) else tuple(kinds)
-
-
-def _matches(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Whether a value is what a schema asks for, in the part of JSON schema that hints need."""
-    if value is None and schema.get("nullable"):
-        return True
-    if "anyOf" in schema:
-        return any(_matches(value, option) for option in schema["anyOf"])
-    kinds, kind = _kinds(schema), _JSON_TYPES.get(type(value), "")
-    if kinds and kind not in kinds and not (kind == "integer" and "number" in kinds):
-        return False
-    if "enum" in schema and value not in schema["enum"]:
-        return False
-    if isinstance(value, list):
-        return _matches_items(value, schema)
-    inner = schema.get("additionalProperties")
-    if isinstance(value, dict) and isinstance(inner, Mapping):
-        return all(_matches(entry, inner) for entry in value.values())
-    return True
-
-
-def _matches_items(values: list[Any], schema: Mapping[str, Any]) -> bool:
-    if "prefixItems" in schema:
-        wanted = schema["prefixItems"]
-        return len(values) == len(wanted) and all(map(_matches, values, wanted))
-    return all(_matches(value, schema.get("items", {})) for value in values)
-
-
-def _wanted(schema: Mapping[str, Any]) -> str:
-    """Say what a schema asks for."""
-    if "enum" in schema:
-        text = "one of " + ", ".join(json.dumps(one, ensure_ascii=False) for one in schema["enum"])
-    elif "anyOf" in schema:
-        text = " or ".join(map(_wanted, schema["anyOf"]))
-    else:
-        text = " or ".join(_kinds(schema)) or "any value"
-        if "prefixItems" in schema:
-            text += f" of {', '.join(map(_wanted, schema['prefixItems']))}"
-        inner = schema.get("items", schema.get("additionalProperties"))
-        if isinstance(inner, Mapping):
-            text += f" of {_wanted(inner)}"
-    return f"{text} or null" if schema.get("nullable") else text

@@ -79,7 +79,7 @@ class PPO(TrainingModule):
             policy's, else none.
         optimizer: AdamW and its schedule, counted in iterations.
         guard: What counts as an anomaly, whose step is left out, and when to give up.
-        dynamic_sampling: Train on groups with different scores only; None: on all.
+        dynamic_sampling: Train on groups that teach something only; None: on all.
         max_staleness: Iterations that the weights which sample a token may be behind those that
             train on it. 0: each iteration generates its own responses. 1: those of the next one are
             generated while this one trains. Above 1: those of so many, by an engine that takes new

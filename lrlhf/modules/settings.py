@@ -262,11 +262,14 @@ class Update:
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicSampling:
-    """Train only on groups whose scores differ, and sample until there are enough.
+    """Train only on groups that teach something, and sample until there are enough.
 
     The prompts of a batch are candidates. They are answered in rounds until ``prompts`` of them
-    have responses of different scores, or the batch is used up: its size is the budget. Groups
-    that are still missing then are filled up with others, which count in no loss and no mean.
+    teach something, or the batch is used up: its size is the budget. Groups that are still missing
+    then are filled up with others, which count in no loss and no mean. An algorithm that compares
+    responses or has a baseline of its own learns from groups to which it gives an advantage (as of
+    turns with different rewards under equal scores), any other one from groups whose scores, or
+    turns that it looks at, differ.
 
     Args:
         prompts: Groups per process and iteration that are trained on, at most ``data.batch_size``.

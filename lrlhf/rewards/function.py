@@ -15,7 +15,8 @@ Completion = str | Sequence[Message]
 """All that follows the prompt: text, or for a chat the turns that the policy added.
 
 Where responses come from a rollout it is a `CompletionText` or `CompletionTurns`, whose
-``segments`` tell what the policy wrote from what it was given.
+``segments`` tell what the policy wrote from what it was given, and of which
+`completion_text` returns the former.
 """
 
 
@@ -33,9 +34,10 @@ class CompletionText(str):
     segments: tuple[TextSegment, ...]
     """In order; the string is their concatenation."""
 
-    def __new__(cls, segments: Sequence[TextSegment]) -> CompletionText:
-        text = super().__new__(cls, "".join(segment.text for segment in segments))
-        text.segments = tuple(segments)
+    def __new__(cls, segments: Iterable[TextSegment]) -> CompletionText:
+        known = tuple(segments)
+        text = super().__new__(cls, "".join(segment.text for segment in known))
+        text.segments = known
         return text
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
@@ -52,7 +54,7 @@ class CompletionTurns(list[Message]):
 
     def __init__(self, text: CompletionText, turns: Sequence[Message] | None = None) -> None:
         super().__init__(turns or [{"role": "assistant", "content": str(text)}])
-        self.segments = text.segments
+        self.segments: tuple[TextSegment, ...] = text.segments
 
     def __reduce__(self) -> tuple[type[list[Message]], tuple[list[Message]]]:
         return list, ([*self],)  # see CompletionText
@@ -60,9 +62,21 @@ class CompletionTurns(list[Message]):
 
 def completion_segments(completion: Completion) -> tuple[TextSegment, ...]:
     """Return what the policy wrote and what it was given; all of a plain text was written."""
-    if isinstance(completion, CompletionText | CompletionTurns):
-        return completion.segments
+    # also those of `isolated_child.py`, which has classes of its own
+    known: Iterable[tuple[str, bool]] | None = getattr(completion, "segments", None)
+    if known is not None:
+        return tuple(TextSegment(*segment) for segment in known)
     return (TextSegment(completion_text(completion), sampled=True),)
+
+
+def with_segments(
+    completion: Completion, segments: Iterable[tuple[str, bool]] | None
+) -> Completion:
+    """Return a completion that knows its segments again; None: it is to know none."""
+    if segments is None:
+        return completion
+    text = CompletionText([TextSegment(*segment) for segment in segments])
+    return text if isinstance(completion, str) else CompletionTurns(text, completion)
 
 
 RewardValues = Sequence[float | None]
@@ -208,8 +222,7 @@ class RewardFunction(KeepsArguments, ABC):
             prompts: Text, or the list of turns of a chat, one per response.
             completions: The responses: text, or a list of the assistant's turns where the prompt is
                 a chat, so that ``prompt + completion`` is the whole; see `Completion`.
-            completion_ids: Token ids of the responses as the engine returned them, given ones
-                included.
+            completion_ids: Token ids that the policy wrote, as the engine returned them.
             log_metric: ``log_metric(name, value)`` logs a number under ``rewards/<name>``,
                 with the function's name before it where another may log the same.
             log_extra: ``log_extra(column, values)`` adds a column to the log of responses, one
@@ -243,12 +256,17 @@ class CopiesStartAfresh(RewardFunction, ABC):
 
 
 def completion_text(completion: Completion) -> str:
-    """Return what the policy said as plain text.
+    """Return what the policy said as plain text, without what it was given in between.
 
     Args:
         completion: Text, or chat turns: the contents of the assistant's, joined by newlines. Of
-            content that comes in parts, the text parts count.
+            content that comes in parts, the text parts count. Of one that knows its segments, those
+            that the policy wrote, joined by newlines: its calls of tools stand there as it wrote
+            them.
     """
+    if hasattr(completion, "segments"):
+        own = (segment.text for segment in completion_segments(completion) if segment.sampled)
+        return "\n".join(own)
     if isinstance(completion, str):
         return completion
     return "\n".join(
@@ -265,6 +283,23 @@ def content_text(content: Any) -> str:
     if isinstance(content, str):
         return content
     return "".join(part["text"] for part in content if part.get("type") == "text")
+
+
+def outside_thoughts(text: str) -> str:
+    """Return what a text says behind its thoughts, and before one that it opens and never closes.
+
+    ``</think>`` ends a thought, whose ``<think>`` the chat template may have written.
+    """
+    return before_open_thought(text).rpartition(_THOUGHT_END)[2]
+
+
+def before_open_thought(text: str) -> str:
+    """Return a text up to the thought that it opens and never closes; all of it: there is none."""
+    thoughts, ended, said = text.rpartition(_THOUGHT_END)
+    return thoughts + ended + said.partition(_THOUGHT)[0]
+
+
+_THOUGHT, _THOUGHT_END = "<think>", "</think>"
 
 
 def column_of(columns: Mapping[str, Any], name: str, *, setting: str) -> Sequence[Any]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
-from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import nn
@@ -65,12 +66,18 @@ def without_marks(completion: Completion, marks: Sequence[str]) -> Completion:
         return completion
     if isinstance(completion, str):
         return text_without_marks(completion, marks)
-    return [
-        {**turn, "content": without_marks(turn["content"], marks)}
-        if isinstance(turn.get("content"), str)
-        else turn
-        for turn in completion
-    ]
+    return [_cleaned(turn, marks) for turn in completion]
+
+
+def _cleaned(value: Any, marks: Sequence[str]) -> Any:
+    """Remove marks from all texts in a value of JSON, such as a turn with calls."""
+    if isinstance(value, str):
+        return text_without_marks(value, marks)
+    if isinstance(value, Mapping):
+        return {name: _cleaned(inner, marks) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_cleaned(inner, marks) for inner in value]
+    return value
 
 
 def as_text(turn: Message) -> Message:
@@ -129,7 +136,8 @@ def written(
 ) -> str:
     """Return prompt and response as one text; see `rendered`."""
     if isinstance(prompt, str):
-        return prompt + completion_text(completion)
+        # a text with all that the policy was given in between, as it has read it
+        return prompt + (completion if isinstance(completion, str) else completion_text(completion))
     turns = (
         [{"role": "assistant", "content": completion}]
         if isinstance(completion, str)
@@ -162,6 +170,8 @@ def rendered(
 ) -> str:
     """Render a chat as the reward model reads it; special tokens in what turns say are split.
 
+    Calls become text if its template leaves them out.
+
     Args:
         tokenizer: The reward model's.
         template: Jinja text; None: the tokenizer's.
@@ -174,6 +184,44 @@ def rendered(
     """
     if template is None and tokenizer.chat_template is None:
         raise RewardError(f"the prompts are chats, and {no_template(tokenizer, source, open_turn)}")
+
+    def render(turns: Sequence[Message]) -> str:
+        return _rendered(tokenizer, template, turns, source=source, open_turn=open_turn)
+
+    text = render(turns)
+    if any(turn.get("tool_calls") for turn in turns):
+        other = {"type": "function", "function": {"name": "LRLHF-CALL-5E1D", "arguments": {}}}
+        marked = [
+            {**turn, "tool_calls": [other]} if turn.get("tool_calls") else turn for turn in turns
+        ]
+        if render(marked) == text:
+            return render([_calls_as_text(turn) for turn in turns])
+    return text
+
+
+def _calls_as_text(turn: Message) -> Message:
+    """Put calls into the content, for templates that have no place for them."""
+    calls = [
+        f"<tool_call>\n{_call_text(one)}\n</tool_call>" for one in turn.get("tool_calls") or ()
+    ]
+    said = [text for text in (content_text(turn.get("content")), *calls) if text]
+    return {**turn, "content": "\n".join(said)} if calls else turn
+
+
+def _call_text(call: Mapping[str, Any]) -> str:
+    function = call.get("function", call)
+    told = {"name": function.get("name"), "arguments": function.get("arguments")}
+    return json.dumps(told, ensure_ascii=False, default=str)
+
+
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    template: str | None,
+    turns: Sequence[Message],
+    *,
+    source: str,
+    open_turn: bool,
+) -> str:
     try:
         text = tokenizer.apply_chat_template(
             split_messages(tokenizer, turns, template),

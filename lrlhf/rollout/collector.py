@@ -13,14 +13,13 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.rewards import Completion, CompletionText, CompletionTurns, RewardResult, Rewards
+from lrlhf.rewards import Completion, CompletionText, RewardResult, Rewards
 from lrlhf.rollout.engines.engine import RolloutEngine
 from lrlhf.rollout.episodes.scores import scored_episodes, with_turn_rewards
 from lrlhf.rollout.records import plain_json, rollout_records
-from lrlhf.rollout.responses import response_ids
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.rollout.step_rewards import with_step_rewards
-from lrlhf.rollout.texts import response_texts
+from lrlhf.rollout.texts import response_texts, response_views
 from lrlhf.types import PromptBatch, Rollout
 
 
@@ -139,12 +138,13 @@ class Collector:
         groups = [row // num_generations for row in range(len(rollout))]
         with phase("reward"):
             texts = response_texts(prompts, rollout, self._tokenizer, sampling)
+            views = response_views(prompts, rollout, texts)
             columns = self._columns(prompts, step)
             with scored_episodes(rollout) as further:
                 asked: dict[str, Any] = {
-                    "prompts": [prompts.prompts[group] for group in groups],
-                    "completions": _completions(prompts, rollout, texts),
-                    "completion_ids": response_ids(rollout, prompts),
+                    "prompts": [view.prompt for view in views],
+                    "completions": [view.completion for view in views],
+                    "completion_ids": [view.token_ids for view in views],
                     "columns": [
                         {"truncated": cut, **columns[group]}
                         for group, cut in zip(groups, rollout.truncated.tolist(), strict=True)
@@ -160,7 +160,7 @@ class Collector:
         records = rollout_records(
             prompts,
             rollout,
-            texts,
+            views,
             rewards,
             tokenizer=self._tokenizer,
             sampling=sampling,
@@ -190,12 +190,5 @@ class Collector:
 def _completions(
     prompts: PromptBatch, rollout: Rollout, texts: Sequence[CompletionText]
 ) -> list[Completion]:
-    """Return what rewards read: turns of the chat, where the prompt is one."""
-    num_generations = len(rollout) // len(prompts)
-    episodes = rollout.episodes or (None,) * len(rollout)
-    return [
-        text
-        if isinstance(prompts.prompts[row // num_generations], str)
-        else CompletionTurns(text, None if episode is None else episode.messages)
-        for row, (text, episode) in enumerate(zip(texts, episodes, strict=True))
-    ]
+    """Return what rewards read of responses."""
+    return [view.completion for view in response_views(prompts, rollout, texts)]

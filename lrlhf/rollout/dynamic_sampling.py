@@ -22,7 +22,7 @@ class Filtered(NamedTuple):
 
     collected: Collected
     filler: Bool[Tensor, " B"]
-    """Rows of groups that only fill the batch: all their scores are equal."""
+    """Rows of groups that only fill the batch: they teach nothing."""
     everything: Collected
     """All responses that were generated."""
     rounds: int
@@ -38,8 +38,9 @@ def collect_different(
     num_generations: int,
     any_rank: Callable[[bool], bool],
     scores_of: Callable[[Collected], Tensor] = lambda collected: collected.rewards.scores,
+    teaches: Callable[[Collected], Bool[Tensor, " P"]] | None = None,
 ) -> Filtered:
-    """Answer prompts in rounds until enough groups have responses of different scores.
+    """Answer prompts in rounds until enough groups teach something.
 
     Args:
         prompts: The candidates; their number is the budget.
@@ -49,12 +50,13 @@ def collect_different(
         num_generations: Responses per prompt.
         scores_of: `[B]`, the scores that are trained on, or `[B, K]`, several of each response;
             NaN: the response is not.
+        teaches: Whether each group does; None: those whose scores differ.
         any_rank: Whether a condition holds on any rank. All ranks sample in the same number
             of rounds, as an engine may need them together.
 
     Returns:
-        Exactly ``wanted`` groups, in the order they were sampled: those with differences first,
-        then fillers.
+        Exactly ``wanted`` groups, in the order they were sampled: those that teach first, then
+        fillers.
     """
     rounds: list[Collected] = []
     different: list[bool] = []
@@ -63,7 +65,8 @@ def collect_different(
         size = min(wanted, len(prompts) - used)
         part = sample(prompts.select(torch.arange(used, used + size)), used)
         rounds.append(part)
-        different += groups_differ(scores_of(part), num_generations).tolist()
+        found = teaches(part) if teaches else groups_differ(scores_of(part), num_generations)
+        different += found.tolist()
         used += size
     first = [group for group, differs in enumerate(different) if differs][:wanted]
     fillers = [group for group, differs in enumerate(different) if not differs]

@@ -9,16 +9,17 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.rewards import CompletionText, RewardResult
-from lrlhf.rollout.responses import prompt_token_ids, response_ids
+from lrlhf.rewards import CompletionText, RewardResult, TextSegment, completion_text
+from lrlhf.rollout.responses import Run, prompt_token_ids, response_ids, response_runs
 from lrlhf.rollout.sampling import Sampling
+from lrlhf.rollout.texts import ResponseView
 from lrlhf.types import Episode, Prompt, PromptBatch, Rollout
 
 
 def rollout_records(
     prompts: PromptBatch,
     rollout: Rollout,
-    texts: Sequence[CompletionText],
+    views: Sequence[ResponseView],
     rewards: RewardResult,
     *,
     tokenizer: PreTrainedTokenizerBase,
@@ -31,7 +32,7 @@ def rollout_records(
     Args:
         prompts: The unique prompts.
         rollout: Their responses, rows of one prompt consecutive.
-        texts: The responses as text, special tokens left out.
+        views: What is read of the responses.
         rewards: What the rewards said.
         tokenizer: Decodes the prompts.
         sampling: Of the responses.
@@ -44,11 +45,10 @@ def rollout_records(
     prompt_texts = _prompt_texts(prompts, rollout, tokenizer)
     episodes = rollout.episodes or (None,) * len(rollout)
     records = []
-    for row, (token_ids, text) in enumerate(
-        zip(response_ids(rollout, prompts), texts, strict=True)
-    ):
+    token_ids = response_ids(rollout, prompts, given=True)
+    runs = response_runs(rollout, prompts)
+    for row, view in enumerate(views):
         group = row // num_generations
-        segments = [{"sampled": part.sampled, "text": part.text} for part in text.segments]
         shown = media[group]
         version = rollout.weight_version
         episode = episodes[row]
@@ -58,10 +58,10 @@ def rollout_records(
                 **origin(places[group]),
                 "group": group,
                 "prompt": prompt_texts[row],
-                **_messages(prompts.prompts[group] if episode is None else episode.prompt),
-                "completion": str(text),
-                **({} if all(part.sampled for part in text.segments) else {"segments": segments}),
-                "token_ids": token_ids,
+                **_messages(view.prompt),
+                "completion": str(view.text),
+                **_given(view, runs[row]),
+                "token_ids": token_ids[row],
                 "score": plain_json(float(rewards.scores[row])),
                 "rewards": {
                     name: plain_json(float(rewards.per_function[row, column]))
@@ -82,6 +82,34 @@ def rollout_records(
             }
         )
     return records
+
+
+def _given(view: ResponseView, runs: Sequence[Run]) -> dict[str, Any]:
+    """Tell what the policy was given from what it wrote, in letters and in tokens."""
+    segments = [{"sampled": part.sampled, "text": part.text} for part in view.text.segments]
+    if all(run.sampled for run in runs) and len(segments) < 2:
+        return {}
+    given = [
+        [run.start - runs[0].start, run.end - runs[0].start] for run in runs if not run.sampled
+    ]
+    return {"segments": segments, "given_tokens": given}
+
+
+def segments_of(record: Mapping[str, Any]) -> list[TextSegment]:
+    """Return the parts of a recorded response."""
+    known = record.get("segments") or [{"sampled": True, "text": record["completion"]}]
+    return [TextSegment(one["text"], one["sampled"]) for one in known]
+
+
+def written_text(record: Mapping[str, Any]) -> str:
+    """Return what the policy wrote of a recorded response, see `completion_text`."""
+    return completion_text(CompletionText(segments_of(record)))
+
+
+def written_ids(record: Mapping[str, Any]) -> list[int]:
+    """Return the token ids that the policy wrote of a recorded response."""
+    given = {place for span in record.get("given_tokens", ()) for place in range(*span)}
+    return [token for place, token in enumerate(record["token_ids"]) if place not in given]
 
 
 def how_drawn(sampling: Sampling) -> dict[str, Any]:
@@ -123,7 +151,7 @@ def _played(episode: Episode) -> dict[str, Any]:
     told: dict[str, Any] = {
         "finish_reason": episode.finish_reason,
         "turns": episode.turns,
-        "episode": plain_json(episode.messages),
+        "episode": plain_json(episode.completion),
     }
     if episode.rewards is not None:
         told["turn_rewards"] = plain_json(episode.rewards)

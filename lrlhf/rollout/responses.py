@@ -281,11 +281,18 @@ def _runs(sampled: Sequence[bool], forks: Sequence[bool], start: int, end: int) 
             start = column
 
 
-def response_ids(rollout: Rollout, prompts: PromptBatch) -> list[list[int]]:
-    """Return the token ids of each response, given ones included, as the engine returned them."""
+def response_ids(rollout: Rollout, prompts: PromptBatch, *, given: bool = False) -> list[list[int]]:
+    """Return the token ids of each response, as the engine returned them.
+
+    Args:
+        rollout: The responses, rows of one prompt consecutive.
+        prompts: The unique prompts.
+        given: Those that the policy did not write too.
+    """
+    rows = zip(rollout.input_ids.tolist(), response_runs(rollout, prompts), strict=True)
     return [
-        ids[runs[0].start : runs[-1].end].tolist() if runs else []
-        for ids, runs in zip(rollout.input_ids, response_runs(rollout, prompts), strict=True)
+        [token for run in runs if given or run.sampled for token in ids[run.start : run.end]]
+        for ids, runs in rows
     ]
 
 

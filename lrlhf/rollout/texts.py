@@ -9,16 +9,58 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.rewards import CompletionText, TextSegment
-from lrlhf.rollout.responses import Run, response_runs, response_starts
+from lrlhf.rewards import Completion, CompletionText, CompletionTurns, TextSegment
+from lrlhf.rewards.function import content_text
+from lrlhf.rollout.responses import Run, response_ids, response_runs, response_starts
 from lrlhf.rollout.sampling import Sampling
-from lrlhf.types import PromptBatch, Rollout
+from lrlhf.types import Episode, Prompt, PromptBatch, Rollout
 
 _CONTEXT = 8
 _INCOMPLETE = "\ufffd"
 """What a decoder writes for the first bytes of a letter."""
 _LONGEST = 16
 """Tokens that are waited for until a letter is complete; what is longer is none."""
+
+
+class ResponseView(NamedTuple):
+    """A response as everybody reads it who judges, counts, compares or records it."""
+
+    prompt: Prompt
+    """That the policy read: of an episode with what its environment showed at the start, of an
+    agent the prompt that this asked first."""
+    completion: Completion
+    """All that followed: text, or the turns of a chat. It knows what of it the policy wrote, says
+    each call once, and what a rewritten history repeats once too."""
+    text: CompletionText
+    """The same as text."""
+    token_ids: list[int]
+    """That the policy wrote."""
+
+
+def response_views(
+    prompts: PromptBatch, rollout: Rollout, texts: Sequence[CompletionText]
+) -> list[ResponseView]:
+    """Return what is read of each response.
+
+    Args:
+        prompts: The unique prompts.
+        rollout: Their responses, rows of one prompt consecutive.
+        texts: Of the responses, see `response_texts`.
+    """
+    num_generations = len(rollout) // len(prompts)
+    views = []
+    rows = zip(texts, _episodes(rollout), response_ids(rollout, prompts), strict=True)
+    for row, (text, episode, token_ids) in enumerate(rows):
+        given = prompts.prompts[row // num_generations]
+        prompt = given if episode is None else episode.prompt
+        turns = None if episode is None else episode.completion
+        completion = text if isinstance(prompt, str) else CompletionTurns(text, turns)
+        views.append(ResponseView(prompt, completion, text, token_ids))
+    return views
+
+
+def _episodes(rollout: Rollout) -> Sequence[Episode | None]:
+    return rollout.episodes or (None,) * len(rollout)
 
 
 def response_texts(
@@ -34,6 +76,10 @@ def response_texts(
     and ``4`` would be put together without the one that the policy wrote. The answer to a chat is
     a turn of its own, and begins a text.
 
+    Episodes tell themselves what was said in which turn. A chat is its contents, a line apart,
+    without the marks that the template puts around them. Where the policy ended a turn of a plain
+    text with a stop string, this belongs to what is given behind it.
+
     Args:
         prompts: The unique prompts.
         rollout: Their responses, rows of one prompt consecutive.
@@ -42,10 +88,67 @@ def response_texts(
     """
     stops = () if sampling.stop_in_text else sampling.stop
     texts = []
-    for row, (decoder, ids, runs) in enumerate(_undecoded(prompts, rollout, tokenizer)):
+    rows = zip(_undecoded(prompts, rollout, tokenizer), _episodes(rollout), strict=True)
+    for row, ((decoder, ids, runs), episode) in enumerate(rows):
+        if episode is not None and not isinstance(episode.prompt, str):
+            texts.append(CompletionText(_contents(episode)))
+            continue
         ended = bool(stops) and bool(runs) and runs[-1].sampled and not rollout.truncated[row]
-        texts.append(_decoded(decoder, ids, runs, stops if ended else ()))
+        text = _decoded(decoder, ids, runs, stops if ended else ())
+        texts.append(text if episode is None else CompletionText(_in_turns(text, episode)))
     return texts
+
+
+def _contents(episode: Episode) -> Iterator[TextSegment]:
+    """Yield the turns of a chat, each with what was given before it."""
+    given = ""
+    for message in episode.messages:
+        if message["role"] != "assistant":
+            given += content_text(message.get("content")) + "\n"
+            continue
+        if message is not episode.messages[0]:
+            yield TextSegment("\n" + given, sampled=False)
+        yield TextSegment(content_text(message.get("content")), sampled=True)
+        given = ""
+    if given:
+        yield TextSegment("\n" + given.removesuffix("\n"), sampled=False)
+
+
+def _in_turns(text: CompletionText, episode: Episode) -> Iterator[TextSegment]:
+    """Cut a plain text where the turns of its episode begin and end."""
+    turns, left = iter(_turns_in_one_go(episode)), ""
+    for segment in text.segments:
+        if not segment.sampled:
+            yield TextSegment(left + segment.text, sampled=False)
+            left = ""
+            continue
+        place = 0
+        for turn in next(turns, [segment.text]):
+            start = segment.text.find(turn, place)
+            if start < 0:  # letters whose bytes are in two turns
+                turn, start = segment.text[place:], place
+            if start > place:
+                yield TextSegment(segment.text[place:start], sampled=False)
+            yield TextSegment(turn, sampled=True)
+            place = start + len(turn)
+        left = segment.text[place:]
+    if left:
+        yield TextSegment(left, sampled=False)
+
+
+def _turns_in_one_go(episode: Episode) -> list[list[str]]:
+    """Return the turns of a plain text, those together between which nothing was given."""
+    given = "\n"
+    found: list[list[str]] = []
+    for message in episode.messages:
+        if message["role"] != "assistant":
+            given += content_text(message.get("content"))
+            continue
+        if given:
+            found.append([])
+        found[-1].append(content_text(message.get("content")))
+        given = ""
+    return found
 
 
 def text_ends(
@@ -74,21 +177,31 @@ def _end_column(
     decoder: _Decoder, ids: Sequence[int], runs: Sequence[Run], text: CompletionText, end: int
 ) -> int:
     """Find the token that completes the first ``end`` characters of a response."""
-    untils = accumulate(len(segment.text) for segment in text.segments)
-    whole = zip(untils, runs, strict=True)
-    until, run = next((one for one in whole if 0 < end <= one[0]), (0, None))
-    if run is None:
+    untils = [*accumulate(len(segment.text) for segment in text.segments)]
+    place = bisect_left(untils, end)
+    origins = [segment.sampled for segment in text.segments]
+    if not 0 < end <= len(text):
         raise ValueError(
             f"a reward says that a step ends after {end} characters of a response of "
-            f"{len(''.join(one.text for one in text.segments))}: {str(text)[:60]!r}"
+            f"{len(text)}: {str(text)[:60]!r}"
         )
-    if end == until:
+    if origins[: len(runs)] != [run.sampled for run in runs]:
+        # there are turns between which nothing was given
+        return _token_at(decoder, ids, Run(runs[0].start, runs[-1].end, sampled=True), end)
+    run = runs[min(place, len(runs) - 1)]  # a stop string may stand behind the last one
+    if end == untils[place]:
         return run.end - 1
+    before = untils[place - 1] if place else 0
+    return _token_at(decoder.behind(ids[runs[0].start : run.start]), ids, run, end - before)
+
+
+def _token_at(decoder: _Decoder, ids: Sequence[int], run: Run, length: int) -> int:
+    """Find the token with which a run has so many letters, its last one at most."""
 
     def complete(column: int) -> int:
-        return len(decoder.text(ids[runs[0].start : column + 1]).rstrip(_INCOMPLETE))
+        return len(decoder.text(ids[run.start : column + 1]).rstrip(_INCOMPLETE))
 
-    return run.start + bisect_left(range(run.start, run.end - 1), end, key=complete)
+    return run.start + bisect_left(range(run.start, run.end - 1), length, key=complete)
 
 
 def _undecoded(
@@ -97,10 +210,14 @@ def _undecoded(
     """Go through what decodes each response, the tokens of its row, and its segments."""
     num_generations = len(rollout) // len(prompts)
     starts = response_starts(rollout, prompts)
-    for row, runs in enumerate(response_runs(rollout, prompts)):
+    rows = zip(response_runs(rollout, prompts), _episodes(rollout), strict=True)
+    for row, (runs, episode) in enumerate(rows):
         ids = rollout.input_ids[row].tolist()
-        goes_on = isinstance(prompts.prompts[row // num_generations], str)
-        yield _Decoder(tokenizer, _end_of(ids[: starts[row]]) if goes_on else []), ids, runs
+        prompt = prompts.prompts[row // num_generations] if episode is None else episode.prompt
+        goes_on = isinstance(prompt, str)
+        context = _end_of(ids[: starts[row]]) if goes_on else []
+        apart = episode is not None and not goes_on
+        yield _Decoder(tokenizer, context, turns_apart=apart), ids, runs
 
 
 class TurnText(NamedTuple):
@@ -159,6 +276,12 @@ class _Decoder(NamedTuple):
 
     tokenizer: PreTrainedTokenizerBase
     context: list[int]
+    turns_apart: bool = False
+    """Whether each turn begins a text of its own."""
+
+    def behind(self, ids: Sequence[int]) -> _Decoder:
+        """Return what decodes that which follows these ids."""
+        return self if self.turns_apart else self._replace(context=_end_of([*self.context, *ids]))
 
     def text(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Return the text of ids that follow the context, on request with special tokens."""

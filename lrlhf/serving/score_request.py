@@ -6,7 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lrlhf.rewards.function import RESERVED, Completion
+from lrlhf.rewards.function import (
+    RESERVED,
+    Completion,
+    with_segments,
+)
 from lrlhf.serving.base64_media import MediaFile, MediaFiles, kind_of
 from lrlhf.serving.limits import RefusedRequestError, RequestLimits, malformed
 from lrlhf.types import Message, Prompt
@@ -72,12 +76,16 @@ class ScoreRequest:
 
 def read_score_request(body: Any, limits: RequestLimits) -> ScoreRequest:
     """Read the body of ``POST /v1/score``, unless it breaks the protocol or holds too much."""
-    check_keys(body, ("prompts", "completions"), ("images", "videos", "columns"))
+    check_keys(body, ("prompts", "completions"), ("images", "videos", "columns", "segments"))
     completions = entries(body["completions"], "completions")
     count = len(completions)
     prompts = [_prompt(*given) for given in _placed(body["prompts"], "prompts", count)]
     completions = [_completion(*given) for given in _placed(completions, "completions")]
     check_sizes(prompts, completions, limits)
+    if body.get("segments") is not None:
+        told = [_segments(*given) for given in _placed(body["segments"], "segments", count)]
+        completions = [*map(with_segments, completions, told)]
+        check_sizes(prompts, [one or [] for one in told], limits)
     files = MediaFiles(limits)
     return ScoreRequest(
         prompts=prompts,
@@ -178,6 +186,16 @@ def _completion(value: Any, place: str) -> Completion:
         return value
     turns = _turns(value, place)
     return [_only_text(turn, f"{place}[{at}]") for at, turn in enumerate(turns)]
+
+
+def _segments(value: Any, place: str) -> list[Any] | None:
+    """Read which parts of a response the policy wrote, and which it was given."""
+    if value is None:
+        return None
+    for part, where in _placed(value, place):
+        if not isinstance(part, list) or [type(one) for one in part] != [str, bool]:
+            raise malformed(where, "expected a text, and whether the policy wrote it")
+    return list(value)
 
 
 def _turns(value: Any, place: str) -> list[Message]:

@@ -446,6 +446,72 @@ def test_values_in_tags_are_read_back_with_their_line_breaks(values: dict[str, s
     assert read("qwen3_coder", text * 2) == [ToolCall("f", values)] * 2
 
 
+MARKS = st.sampled_from(
+    ["</think>", "<think>", "<tool_call>", "</tool_call>", "<|im_end|>", "</s>", "[TOOL_CALLS]"]
+)
+MARKED = st.builds(
+    ToolCall,
+    NAME,
+    st.dictionaries(NAME, st.lists(MARKS | TEXT, max_size=4).map("".join), min_size=1, max_size=3),
+)
+
+
+@fuzzing(60)
+@given(
+    st.lists(MARKED, min_size=1, max_size=3),
+    st.sampled_from(["", "<think>hm</think>", "hm</think>"]),
+)
+def test_marks_inside_of_arguments_are_letters(calls: list[ToolCall], thought: str) -> None:
+    for form, render in RENDERS:
+        assert read(form, thought + "\n".join(map(render, calls))) == calls, form
+    values = {name: text for call in calls for name, text in call.arguments.items()}
+    inner = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values.items())
+    text = f"{thought}<tool_call>\n<function=f>\n{inner}</function>\n</tool_call>"
+    assert read("qwen3_coder", text) == [ToolCall("f", values)]
+
+
+@pytest.mark.parametrize("end", ["", "<|im_end|>"])
+@pytest.mark.parametrize("form", NAMES)
+def test_no_call_vanishes_that_ends_in_the_midst(form: str, end: str) -> None:
+    call = RENDERED[form].replace("Paris", "Paris </think> <tool_call>")
+    (whole,) = read(form, call)
+    assert isinstance(whole, ToolCall)
+    for length in range(3, len(call)):
+        if end and form == "python":
+            continue  # what ends its lists
+        cut = call[:length]
+        found = read(form, f"{cut}{end}")
+        assert found, cut
+        if found != [whole]:  # the end of some lists may be missing
+            assert all(isinstance(one, MalformedCall) for one in found), cut
+            assert read(form, f"<think>\nhm\n</think>{cut}"), cut
+
+
+def test_one_broken_call_of_several_is_told() -> None:
+    good = RENDERED["hermes"]
+    broken = good.replace("}", "", 1).replace("</tool_call>", "")
+    kinds = [type(one) for one in read("hermes", f"{good}\n{broken}\n{good}")]
+    assert kinds == [ToolCall, MalformedCall, ToolCall]
+    nearly = [
+        '{"name": "f" "parameters": {"a": 1}}',
+        "{'name': 'f', 'parameters': {'a': 1}}",
+        '{"name": "f", "parameters" {"a": 1}}',
+    ]
+    for text in nearly:
+        assert "not JSON" in problem("llama3_json", text)
+
+
+def test_thoughts_in_the_middle_of_a_turn_hold_no_calls() -> None:
+    call = RENDERED["hermes"]
+    assert read("hermes", f"<think>a</think>{call}<think>or {call}</think>{call}") == [PARIS] * 2
+    first, told = read("hermes", f"<think>a</think>{call}<think>or {call}")
+    assert first == PARIS
+    assert isinstance(told, MalformedCall)
+    assert "no </think> closes" in told.problem
+    # a draft that was given up in a thought that the template has opened
+    assert read("hermes", f"<tool_call>no, </think>{call}") == [PARIS]
+
+
 DEEP = 200_000
 
 

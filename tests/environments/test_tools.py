@@ -4,10 +4,20 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterator
-from datetime import date
+from dataclasses import dataclass
+from datetime import date, datetime
+from decimal import Decimal
+from enum import Enum
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypedDict
+from uuid import UUID
 
+import numpy as np
+import pyarrow
 import pytest
+import torch
+from PIL import Image
+from pydantic import BaseModel
 
 from lrlhf.environments import (
     Tool,
@@ -497,8 +507,24 @@ class Plain:
         return "as text"
 
 
+@dataclass
+class Place:
+    name: str
+    seen: list[date]
+
+
+class Color(Enum):
+    RED = "red"
+
+
+class Model(BaseModel):
+    size: int
+    price: Decimal
+
+
 LOOP: list[Any] = []
 LOOP.append(LOOP)
+PICTURE = Image.new("RGB", (8, 8))
 
 
 @pytest.mark.parametrize(
@@ -511,16 +537,77 @@ LOOP.append(LOOP)
         (True, "true"),
         ({"größe": [1, None]}, '{"größe": [1, null]}'),
         ((1, "a"), '[1, "a"]'),
-        (Plain(), "as text"),
-        ({"a": Plain}, str({"a": Plain})),
         (math.pi, "3.141592653589793"),
-        (LOOP, "[[...]]"),
+        (np.arange(1200), str([*range(1200)])),
+        (np.float32(0.5), "0.5"),
+        (np.array([["a", "b"]]), '[["a", "b"]]'),
+        (torch.tensor([True, False]), "[true, false]"),
+        (Place("x", [date(2024, 5, 3)]), '{"name": "x", "seen": ["2024-05-03"]}'),
+        (Model(size=1, price=Decimal("2.50")), '{"size": 1, "price": "2.50"}'),
+        (datetime(2024, 5, 3, 1, 2), "2024-05-03T01:02:00"),
+        (Decimal("0.10"), "0.10"),
+        ([Color.RED, UUID(int=1)], '["red", "00000000-0000-0000-0000-000000000001"]'),
+        ({1: True, None: MappingProxyType({})}, '{"1": true, "null": {}}'),
         ("a\ud800b", "a?b"),
         (["\ud800"], '["?"]'),
     ],
 )
 def test_the_text_of_a_result(value: Any, text: str) -> None:
     assert result_text(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (PICTURE, "PIL.Image.Image, which JSON has no form for; return a text"),
+        (
+            [{"type": "image", "image": PICTURE}, {"type": "text", "text": "seen"}],
+            "PIL.Image.Image",
+        ),
+        ((n for n in range(3)), "generator, which"),
+        (b"png", "bytes, which"),
+        ({1, 2}, "set, which"),
+        (Plain(), "Plain, which"),
+        ({"a": Plain}, "type, which"),
+        (math.nan, "nan, no number of JSON"),
+        (np.array([1.0, math.inf]), "inf, no number"),
+        (np.array(["2024-01-01"], dtype="M8[ns]"), "numpy.ndarray of datetime64"),
+        (pyarrow.table({"a": [1]}), "Table, which"),
+        (1j, "complex, which"),
+        ({(1, 2): 3}, "a key that is tuple"),
+        ({1: "a", "1": "b"}, "cannot tell apart"),
+        (LOOP, "list that is nested too deeply"),
+    ],
+)
+def test_what_json_cannot_hold_is_refused_and_never_shown_as_python_does(
+    value: Any, told: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)) as caught:
+        result_text(value)
+    assert "0x" not in str(caught.value)
+
+
+def test_null_is_none_where_a_value_may_be_null() -> None:
+    def find(
+        word: str | None = None, city: str = "", kind: Literal["null", "a"] | None = None
+    ) -> Any:
+        """Finds.
+
+        Args:
+            word: One.
+            city: Two.
+            kind: Three.
+        """
+        return [word, city, kind]
+
+    assert tool(find).call({"word": "null", "city": "null", "kind": "null"}) == [
+        None,
+        "null",
+        "null",
+    ]
+    assert tool(find).call({"word": None}) == [None, "", None]
+    assert tool(find).call({"word": "None"})[0] is None
+    assert "'city' must be string, not None" in problem(find, city=None)
 
 
 def test_the_words_of_the_errors_are_those_of_the_schema() -> None:

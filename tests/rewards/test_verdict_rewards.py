@@ -4,7 +4,15 @@ from typing import Any
 
 import pytest
 
-from lrlhf.rewards import RewardError, RewardResult, Rewards, VerdictCorrect, VerdictFormat
+from lrlhf.rewards import (
+    ExactMatch,
+    NumericAnswer,
+    RewardError,
+    RewardResult,
+    Rewards,
+    VerdictCorrect,
+    VerdictFormat,
+)
 from lrlhf.rewards.judge.forms import FORMS, verdict_form
 from lrlhf.rewards.judge.verdicts import SWAPPED
 from lrlhf.statistics.proportions import Outcomes
@@ -169,3 +177,25 @@ def test_an_evaluation_tells_how_a_judge_goes_wrong() -> None:
         "accuracy_first": Outcomes([True], ["p"]),
         "malformed": Outcomes([False], ["p"]),
     }
+
+
+def test_an_answer_in_a_thought_is_none_and_neither_is_a_verdict_in_an_open_one() -> None:
+    open_thought = "<think>\nThe first is longer. A guess would be 42\nVerdict: B"
+    for form in ("line", "direct", "answer"):
+        for text in (open_thought, f"<think>x</think>y\n{open_thought}", f"{ANSWER}<think>"):
+            assert FORMS[form].read(text) is None
+    assert FORMS["line"].read(f"{open_thought}</think>\nVerdict: A") == "A"
+    number, match = NumericAnswer(), ExactMatch()
+    boxed = NumericAnswer(which="boxed")
+    pattern = NumericAnswer(which=r"be (\d+)")
+    assert number.answer_of(open_thought) is None
+    assert boxed.answer_of("<think>\\boxed{42}") is None
+    assert pattern.answer_of(open_thought) is None
+    assert pattern.answer_of(f"{open_thought}</think>") == "42"  # it may look at thoughts
+    assert number.answer_of("The guess 41 </think>none") == "none"
+    assert number.answer_of("<think>41</think>It is 42.") == "42"
+    assert number.answer_of("It is 42.<think>or 43") == "42"
+    assert match(completions=["<think>no</think> Yes.", "<think>yes"], answer=["yes"] * 2) == [
+        1.0,
+        0.0,
+    ]

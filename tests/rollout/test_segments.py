@@ -114,7 +114,8 @@ def test_a_rollout_can_be_taken_apart_and_put_together_again() -> None:
     for name in Rollout.__dataclass_fields__:
         first, second = getattr(whole, name), getattr(again, name)
         assert (first is None and second is None) or torch.equal(first, second), name
-    assert response_ids(whole, PROMPTS) == [[1, 2, 7, 8, 9, 3], [6, 4], [5, 6], [9]]
+    assert response_ids(whole, PROMPTS, given=True) == [[1, 2, 7, 8, 9, 3], [6, 4], [5, 6], [9]]
+    assert response_ids(whole, PROMPTS) == [[1, 2, 3], [4], [5, 6], [9]]
 
 
 def test_turns_of_other_weights_count_as_the_oldest() -> None:
@@ -206,11 +207,10 @@ def collected(
     )
     collector = Collector(TransformersEngine(), Rewards([reads]), tokenizer)
     result = collector.score(prompts, rollout, Sampling(stop=stop), step=0, phase=nullcontext)
-    assert said == [
-        torch.cat(parts).tolist(),
-        parts[2].tolist(),
-        torch.cat([*parts, parts[1]]).tolist(),
-    ]
+    own = torch.cat([parts[0], parts[2]]).tolist()
+    assert said == [own, parts[2].tolist(), own]
+    whole = [torch.cat(parts), parts[2], torch.cat([*parts, parts[1]])]
+    assert [one["token_ids"] for one in result.records] == [ids.tolist() for ids in whole]
     return result.records, seen
 
 

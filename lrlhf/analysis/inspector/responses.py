@@ -10,7 +10,7 @@ from lrlhf.analysis.inspector.texts import NOTHING, Texts, plain, short_number
 
 _NUMBERS = ("step", "score", "advantage", "length", "group", "rank", "row")
 _TEXTS = ("prompt", "completion", "finish_reason", "source")
-_LEFT_OUT = {"token_ids", "tokens", "rewards", "media", *_NUMBERS, *_TEXTS}
+_LEFT_OUT = {"token_ids", "given_tokens", "tokens", "rewards", "media", *_NUMBERS, *_TEXTS}
 """What has a place of its own, and ids, which say nothing to people."""
 
 

@@ -14,6 +14,8 @@ from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.chat import read_messages
 from lrlhf.datamodules.rows.media_rows import MediaReader, media_columns
 from lrlhf.media import MediaRefs
+from lrlhf.rewards import TextSegment, completion_text
+from lrlhf.rollout.records import segments_of, written_ids
 
 _TEXTS = {"prompt", "messages", "completion", "completions"}
 _PLACE = ("set", "dataloader", "source", "row")
@@ -34,6 +36,8 @@ class GivenResponse:
     step: int | None
     prompt: Prompt
     completion: str
+    segments: Sequence[TextSegment]
+    """Tell what of it the policy wrote."""
     turns: Sequence[Mapping[str, Any]] | None
     """Of a completion that is a chat; None: it is text."""
     token_ids: Sequence[int] | None
@@ -108,15 +112,18 @@ def _given(
     for completion in completions:
         if not isinstance(completion, str | list):
             raise ValueError(f"completion is {completion!r:.40}; give text or a list of messages")
+        text = completion if isinstance(completion, str) else _said(completion)
+        tells_ids = several is None and record.get("token_ids") is not None
         yield GivenResponse(
             place=place,
             group=asked.group,
             asked=asked.asked,
             step=asked.step,
             prompt=asked.prompt,
-            completion=completion if isinstance(completion, str) else _said(completion),
+            completion=text,
+            segments=segments_of(record) if of_run else [TextSegment(text, sampled=True)],
             turns=completion if isinstance(completion, list) else asked.turns,
-            token_ids=record.get("token_ids") if several is None else None,
+            token_ids=written_ids(record) if tells_ids else None,
             truncated=of_run and record.get("finish_reason") == "length",
             columns=asked.columns,
             refs=asked.refs,
@@ -127,14 +134,15 @@ def _of_run(record: Mapping[str, Any], media: MediaReader) -> _Asked:
     """Read a line that a run has written; in training a rank numbers the groups of each step."""
     step, placed = record.get("step"), "source" in record
     place = [record.get(name) for name in _PLACE]
+    prompt = _prompt(record)
     # an evaluation numbers those of each batch anew
     number = record.get("group") if "rank" in record or not placed else None
     group = _key([step, record.get("rank"), number, record.get("temperature"), *place])
     return _Asked(
-        prompt=_prompt(record),
+        prompt=prompt,
         refs=of_record(record) if media.processor is not None else MediaRefs(),
         columns=record["columns"],
-        turns=record.get("episode"),
+        turns=None if isinstance(prompt, str) else record.get("episode"),
         step=step,
         group=group,
         asked=_key(place) if placed else group,
@@ -181,5 +189,4 @@ def _said(turns: Sequence[Any]) -> str:
     )
     if bad is not None:
         raise ValueError(f"completion has a turn without role: {bad!r:.40}")
-    contents = (turn.get("content") for turn in turns if turn["role"] == "assistant")
-    return "\n".join(content for content in contents if isinstance(content, str))
+    return completion_text(turns)

@@ -17,7 +17,7 @@ from lrlhf.analysis.reward_lab.shown import read_media
 from lrlhf.datamodules.rows.media_rows import MediaReader
 from lrlhf.media import MediaOptions
 from lrlhf.rewards import CompletionText, CompletionTurns, Rewards
-from lrlhf.rewards.function import TextSegment, content_text
+from lrlhf.rewards.function import content_text
 
 
 class Timing(NamedTuple):
@@ -174,7 +174,7 @@ def _chunks(groups: Sequence[list[int]], size: int) -> Iterator[list[int]]:
 
 
 def _completion(one: GivenResponse) -> CompletionText | CompletionTurns:
-    text = CompletionText([TextSegment(one.completion, sampled=True)])
+    text = CompletionText(one.segments)
     if isinstance(one.prompt, str) and one.turns is None:
         return text
     return CompletionTurns(text, one.turns)

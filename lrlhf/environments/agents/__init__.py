@@ -12,6 +12,6 @@ except ImportError as error:
 from lrlhf.environments.agents.agent_session import AgentSession
 from lrlhf.environments.agents.chat_answer import ChatAnswer
 from lrlhf.environments.agents.endpoint import ChatEndpoint, Question
-from lrlhf.environments.agents.turn_message import call_ids, turn_message
+from lrlhf.environments.turn_message import call_ids, turn_message
 
 __all__ = ["AgentSession", "ChatAnswer", "ChatEndpoint", "Question", "call_ids", "turn_message"]

@@ -10,7 +10,6 @@ from typing import Any
 
 from lrlhf.environments.agents.chat_answer import ChatAnswer
 from lrlhf.environments.agents.endpoint import MODEL, ChatEndpoint, Question
-from lrlhf.environments.agents.turn_message import call_ids, turn_message
 from lrlhf.environments.limited_calls import (
     EnvironmentFailure,
     call,
@@ -21,6 +20,7 @@ from lrlhf.environments.limited_calls import (
 from lrlhf.environments.session import Asked, Reaction, TurnTokens
 from lrlhf.environments.tool_calls import ToolCallFormat
 from lrlhf.environments.tools import Tool
+from lrlhf.environments.turn_message import call_ids, turn_message
 
 
 class AgentSession:
@@ -122,7 +122,7 @@ class AgentSession:
         )
         asked = await self._next(self._timeout)
         reason = "stop" if asked is None else None
-        return Reaction(calls, (), 0.0, reason, asked)
+        return Reaction(calls, (), 0.0, reason, asked, message["content"])
 
     async def outcome(self) -> float:
         """Return the reward of the whole, which is what the agent returned; 0: nothing yet."""

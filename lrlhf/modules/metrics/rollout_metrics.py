@@ -16,14 +16,26 @@ from lrlhf.guard.anomalies import reference_kl
 from lrlhf.modules.metrics.metric_sums import MetricSums
 from lrlhf.modules.settings import Critic
 from lrlhf.rewards import RewardResult
-from lrlhf.rollout import groups_differ
 from lrlhf.types import Episode, Experience, Rollout
 
 
 def measure_rollout(
-    rollout: Rollout, result: RewardResult, metrics: MetricSums, *, num_generations: int
+    rollout: Rollout,
+    result: RewardResult,
+    metrics: MetricSums,
+    *,
+    num_generations: int,
+    teaches: Tensor,
 ) -> None:
-    """Scores, lengths, truncation, and groups that teach nothing."""
+    """Scores, lengths, truncation, and groups that teach nothing.
+
+    Args:
+        rollout: Responses, rows of one prompt consecutive.
+        result: What the rewards said of them.
+        metrics: Are told.
+        num_generations: Responses per prompt.
+        teaches: `[P]`, see `teaching_groups`.
+    """
     scores = result.scores.double()
     groups = scores.view(-1, num_generations)
     metrics.add_values("rollout/score", scores)
@@ -33,8 +45,7 @@ def measure_rollout(
             if len(scorable) > 1:
                 metrics.add("rollout/score_std", scorable.std(), 1.0)
     metrics.add_moments("rollout/score_std_all", scores[scores.isfinite()])
-    alike = ~groups_differ(scores, num_generations)
-    metrics.add_values("rollout/zero_variance_groups", alike.double())
+    metrics.add_values("rollout/zero_variance_groups", (~teaches).double())
     metrics.add_values("rollout/unscorable_fraction", scores.isnan().double())
     lengths = rollout.response_mask.sum(dim=1).double()
     metrics.add_range("rollout/response_length", lengths)

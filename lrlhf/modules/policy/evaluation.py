@@ -22,6 +22,7 @@ from lrlhf.rewards import Rewards
 from lrlhf.rewards.functions.one_by_one import UnjudgedError
 from lrlhf.rewards.lookup import ReadsAnswer, SumsUpAnswers
 from lrlhf.rollout import Collected, Sampling
+from lrlhf.rollout.records import written_text
 from lrlhf.rollout.responses import prompt_token_ids
 from lrlhf.run import Collectives, sample_seeds
 from lrlhf.statistics.repeated_samples import judged_together
@@ -209,7 +210,7 @@ class Evaluator:
         for name, function in self._summaries.items():
             for place, (record, cut) in enumerate(zip(records, truncated, strict=True)):
                 said = function.observed(
-                    record["completion"],
+                    written_text(record),
                     record["columns"],
                     truncated=cut,
                     row=numbers[place // size],
@@ -288,7 +289,7 @@ class Evaluator:
                 told["correct"] = right
                 if self._reader is not None:
                     cut = bool(collected.rollout.truncated[row])
-                    told["answer"] = _answer(self._reader, record["completion"], truncated=cut)
+                    told["answer"] = _answer(self._reader, written_text(record), truncated=cut)
                     responses.answers.append(told["answer"])
             yield told
 

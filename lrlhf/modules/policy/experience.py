@@ -317,6 +317,19 @@ def _kl_in_reward(experience: Experience, estimator: str | None) -> Tensor:
     return kl_estimate(_before_update(experience), experience.ref_logprobs, estimator=estimator)
 
 
+def score_columns(collected: Collected) -> dict[str, Tensor]:
+    """`[B]` by name: the columns of a `Sample`."""
+    rewards = collected.rewards
+    columns = {
+        f"reward/{name}": column
+        for name, column in zip(rewards.names, rewards.per_function.T, strict=True)
+    }
+    if rewards.weights is not None:
+        weights = zip(rewards.names, rewards.weights.T, strict=True)
+        columns |= {f"weight/{name}": column for name, column in weights}
+    return {**columns, **collected.beside}
+
+
 def trained_scores(collected: Collected, settings: Advantage, *, single: bool = False) -> Tensor:
     """`[B, K]`: what teaches something where it differs; NaN where a response is left out.
 

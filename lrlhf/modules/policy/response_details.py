@@ -78,7 +78,7 @@ def respond(
     texts = response_texts(prompts, rollout, generator.tokenizer, sampling)
     starts = response_starts(rollout, prompts)
     found = []
-    for row, ids in enumerate(response_ids(rollout, prompts)):
+    for row, ids in enumerate(response_ids(rollout, prompts, given=True)):
         start = starts[row]
         here = slice(start, start + len(ids))
         before = rollout.input_ids[row, :start].tolist()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import lightning as L
@@ -15,7 +14,7 @@ from lrlhf.datamodules.rows.chat import ChatFormat
 from lrlhf.datamodules.text import TextDataModule
 from lrlhf.modules.metrics.constant_rewards import ConstantRewards
 from lrlhf.modules.metrics.rollout_metrics import measure_rollout
-from lrlhf.modules.policy.experience import Sample, trained_scores
+from lrlhf.modules.policy.experience import Sample, score_columns
 from lrlhf.modules.policy.iteration import Iteration
 from lrlhf.modules.policy.load_policy import LoadedPolicy
 from lrlhf.modules.policy.policy_settings import PolicySettings
@@ -27,6 +26,7 @@ from lrlhf.modules.policy.sampler_checks import (
     check_generating_ahead,
 )
 from lrlhf.modules.policy.stored_rollouts import as_collected, check_stored
+from lrlhf.modules.policy.teaching_groups import teaching_groups
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import (
     Collected,
@@ -124,6 +124,7 @@ class Sampler:
             measured.rewards,
             it.metrics,
             num_generations=self._settings.num_generations,
+            teaches=self._teaches(measured),
         )
         if isinstance(batch, PromptBatch):
             chats = any(not isinstance(prompt, str) for prompt in batch.prompts)
@@ -146,6 +147,15 @@ class Sampler:
             beside=settings.algorithm.beside,
             step=it.number,
             holds_copy=self._engine.capabilities.holds_copy,
+        )
+
+    def _teaches(self, collected: Collected) -> Tensor:
+        settings = self._settings
+        return teaching_groups(
+            collected,
+            settings.algorithm,
+            settings.advantage,
+            num_generations=settings.num_generations,
         )
 
     def _sample_batch(self, batch: PromptBatch, it: Iteration) -> Collected:
@@ -193,11 +203,7 @@ class Sampler:
             batch,
             lambda prompts, first: self._sample_part(prompts, offset + first, it),
             wanted=settings.dynamic_sampling.prompts,
-            scores_of=partial(
-                trained_scores,
-                settings=settings.advantage,
-                single=settings.algorithm.estimator.uses_rewards,
-            ),
+            teaches=self._teaches,
             num_generations=settings.num_generations,
             any_rank=it.ranks.any,
         )
@@ -368,14 +374,7 @@ def _as_sample(collected: Collected, filler: Tensor, *, stored: bool) -> Sample:
     # environments are closed by now, and no tensor depends on what they said
     rollout, rewards = replace(collected.rollout, episodes=None), collected.rewards
     device = rollout.input_ids.device
-    columns = {
-        f"reward/{name}": column
-        for name, column in zip(rewards.names, rewards.per_function.T, strict=True)
-    }
-    if rewards.weights is not None:
-        weights = zip(rewards.names, rewards.weights.T, strict=True)
-        columns |= {f"weight/{name}": column for name, column in weights}
-    columns |= collected.beside
+    columns = score_columns(collected)
     return Sample(
         rollout,
         rewards.scores.to(device).float(),

@@ -13,9 +13,11 @@ from typing import Any, Literal
 from lrlhf.rewards.function import (
     Completion,
     RewardFunction,
+    before_open_thought,
     check_positive,
     column_of,
     completion_text,
+    outside_thoughts,
 )
 from lrlhf.rewards.functions.one_by_one import (
     TextPattern,
@@ -51,7 +53,9 @@ class NumericAnswer(RewardFunction):
     The right answer is the text after ``####`` in its column, else the content of ``\boxed{}``,
     else the whole column. Units, currency and percent signs and thousands separators are ignored.
     An answer that is not a number is compared as an expression by ``math-verify`` in a separate
-    process. A response whose comparison exceeds ``timeout`` scores 0 and is reported.
+    process. A response whose comparison exceeds ``timeout`` scores 0 and is reported. Thoughts up
+    to ``</think>`` hold no answer (a regular expression may look at them), and neither does a
+    thought that is never closed.
 
     Args:
         answer_column: Data column with the right answer, a number or text.
@@ -114,6 +118,7 @@ class NumericAnswer(RewardFunction):
 
     def answer_of(self, text: str) -> str | None:
         """Return the number in a response, else what may be an expression; for majority votes."""
+        text = self._said(text)
         number = self._given_number(text)
         if number is not None:
             return str(number)
@@ -123,6 +128,7 @@ class NumericAnswer(RewardFunction):
     def _score(self, text: str, answer: object, share: float) -> float | None:
         if answer is None:
             return None
+        text = self._said(text)
         right_text = _right_part(str(answer))
         right = only_number(right_text)
         if right is not None:
@@ -160,6 +166,10 @@ class NumericAnswer(RewardFunction):
                 shorten(right),
                 str(error).splitlines()[-1],
             )
+
+    def _said(self, text: str) -> str:
+        """Return the part of a response that may hold the answer."""
+        return outside_thoughts(text) if self._pattern is None else before_open_thought(text)
 
     def _given_number(self, text: str) -> Fraction | None:
         if self._which == "boxed":

@@ -12,9 +12,11 @@ from lrlhf.rewards.function import (
     LogMetric,
     RewardError,
     RewardFunction,
+    before_open_thought,
     check_positive,
     column_of,
     completion_text,
+    outside_thoughts,
 )
 from lrlhf.rewards.functions.one_by_one import TextPattern, judged, shared
 
@@ -29,7 +31,8 @@ class ReasoningGymScore(RewardFunction):
     ``lrlhf.datamodules.ReasoningGym``; rows of several tasks may be mixed. Rows without
     ``metadata`` get no score. A response that the task's scorer cannot read, or does not finish
     with in time, gets 0, and ``rewards/reasoning_gym/unreadable`` counts it. The scorers run in a
-    process of their own: some of them compute whatever a response says.
+    process of their own: some of them compute whatever a response says. Thoughts up to
+    ``</think>`` are no part of the answer; a thought that is never closed has none.
 
     Args:
         strict: 1 for full marks, else 0; otherwise partial credit counts, which many tasks give
@@ -84,13 +87,17 @@ class ReasoningGymScore(RewardFunction):
 
     def answer_of(self, text: str) -> str | None:
         """Return what the task's scorer is given; for majority votes."""
-        found = text if self._extract is None else self._extract.last(text)
+        return self._answer(text)
+
+    def _answer(self, text: str, share: float = 1.0) -> str | None:
+        if self._extract is None:
+            return outside_thoughts(text).strip()
+        found = self._extract.last(before_open_thought(text), share=share)
         return None if found is None else found.strip()
 
     def _score(self, text: str, entry: Mapping[str, Any], share: float) -> float | None:
         task = _task_of(entry)
-        answer = text if self._extract is None else self._extract.last(text, share=share)
-        answer = None if answer is None else answer.strip()
+        answer = self._answer(text, share)
         score = shared(_SCORERS).ask(share * self._timeout, task=task, answer=answer, entry=entry)
         return float(score >= 1) if self._strict and score is not None else score
 

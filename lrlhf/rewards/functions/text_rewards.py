@@ -6,7 +6,14 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from lrlhf.rewards.function import Completion, RewardFunction, column_of, completion_text
+from lrlhf.rewards.function import (
+    Completion,
+    RewardFunction,
+    before_open_thought,
+    column_of,
+    completion_text,
+    outside_thoughts,
+)
 from lrlhf.rewards.functions.one_by_one import TextPattern, judged
 
 _EDGES = " \t\n\r.,;:!?\"'`"
@@ -14,6 +21,8 @@ _EDGES = " \t\n\r.,;:!?\"'`"
 
 class ExactMatch(RewardFunction):
     """1 where the response is the answer, else 0; no value where the row has no answer.
+
+    Thoughts up to ``</think>`` are no part of the answer; a thought that is never closed has none.
 
     Args:
         answer_column: Data column with the answer, or with a list of accepted answers.
@@ -42,14 +51,19 @@ class ExactMatch(RewardFunction):
 
     def answer_of(self, text: str) -> str | None:
         """Return what is compared, in the form in which it is; for majority votes."""
-        found = text if self._extract is None else self._extract.last(text)
+        found = self._found(text)
         return None if found is None else self._form(found)
+
+    def _found(self, text: str, share: float = 1.0) -> str | None:
+        if self._extract is None:
+            return outside_thoughts(text)
+        return self._extract.last(before_open_thought(text), share=share)
 
     def _score(self, text: str, answer: object, share: float) -> float | None:
         if answer is None:
             return None
         accepted = answer if isinstance(answer, list | tuple) else [answer]
-        found = text if self._extract is None else self._extract.last(text, share=share)
+        found = self._found(text, share)
         if found is None:
             return 0.0
         return float(self._form(found) in {self._form(str(entry)) for entry in accepted})

@@ -16,10 +16,12 @@ from typing import Any, ClassVar
 
 from lrlhf.rewards.function import (
     OTHER_REWARDS,
+    Completion,
     CopiesStartAfresh,
     PartialValues,
     RewardError,
     check_positive,
+    completion_segments,
     first_of,
 )
 from lrlhf.rewards.isolation.isolated_worker import Worker, WorkerError
@@ -292,4 +294,14 @@ def _request(arguments: Mapping[str, Any], rows: Sequence[int], seconds: float) 
         if name not in _LOGGERS
     }
     wanted = [name for name in _LOGGERS if name in arguments]
-    return {"arguments": data, "count": len(rows), "seconds": seconds, "loggers": wanted}
+    request = {"arguments": data, "count": len(rows), "seconds": seconds, "loggers": wanted}
+    # pickled, a completion forgets its own; those of tuples are for a process without this library
+    if any(segments := [_plain_segments(one) for one in data.get("completions", ())]):
+        request["segments"] = segments
+    return request
+
+
+def _plain_segments(completion: Completion) -> list[tuple[str, bool]] | None:
+    """Return what was written and what was given; None: all was written."""
+    segments = completion_segments(completion)
+    return [(one.text, one.sampled) for one in segments] if len(segments) > 1 else None

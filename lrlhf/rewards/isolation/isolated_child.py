@@ -98,6 +98,9 @@ class Child:
 
         loggers = {"log_metric": log_metric, "log_extra": log_extra}
         arguments = request["arguments"] | {name: loggers[name] for name in request["loggers"]}
+        if segments := request.get("segments"):
+            completions = zip(arguments["completions"], segments, strict=True)
+            arguments["completions"] = [_with_segments(*each) for each in completions]
         # should the parent be gone, the kernel ends the call
         signal.setitimer(signal.ITIMER_REAL, request["seconds"] + _GRACE_S)
         try:
@@ -124,6 +127,26 @@ class Child:
     def _reply(self, reply: Mapping[str, Any]) -> None:
         self._replies.write(json.dumps(reply).encode() + b"\n")
         self._replies.flush()
+
+
+class _Text(str):
+    """A completion that knows its segments: pairs of a text and whether the policy wrote it."""
+
+    segments: Sequence[tuple[str, bool]]
+
+
+class _Turns(list[Any]):
+    """The same of a chat."""
+
+    segments: Sequence[tuple[str, bool]]
+
+
+def _with_segments(completion: Any, segments: Sequence[tuple[str, bool]] | None) -> Any:
+    if segments is None:
+        return completion
+    known = _Text(completion) if isinstance(completion, str) else _Turns(completion)
+    known.segments = segments
+    return known
 
 
 _BY_NAME = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

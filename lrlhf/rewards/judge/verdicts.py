@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Literal
 
+from lrlhf.rewards.function import before_open_thought, outside_thoughts
+
 _LINE = re.compile(r"verdict\s*:(.*)", re.IGNORECASE)
 _MARKUP = "*_` \t"
 _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
@@ -23,8 +25,8 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 def verdict_of(reply: str) -> str | None:
     """Return what stands behind ``Verdict:`` in the last line; None: it is not so.
 
-    What a model has thought before ``</think>`` does not count. A reply with two lines of verdicts
-    has none.
+    What a model has thought before ``</think>`` does not count, and a reply that ends in a thought
+    has no verdict. Neither has one with two lines of verdicts.
     """
     lines = _lines_of(reply)
     found = [match for line in lines if (match := _LINE.fullmatch(line))]
@@ -35,8 +37,12 @@ def verdict_of(reply: str) -> str | None:
 
 def _lines_of(reply: str) -> list[str]:
     """Return the lines behind the thoughts, without markup and empty ones."""
-    said = reply.rpartition(_END_OF_THOUGHT)[2].splitlines()
-    return [line for one in said if (line := one.strip(_MARKUP))]
+    return [line for one in _said(reply).splitlines() if (line := one.strip(_MARKUP))]
+
+
+def _said(reply: str) -> str:
+    """Return what stands behind the thoughts; nothing, if the reply ends in one."""
+    return outside_thoughts(reply) if before_open_thought(reply) == reply else ""
 
 
 def read_rating(verdict: str, low: float, high: float) -> tuple[float, ...] | None:
@@ -86,7 +92,7 @@ def read_answer(reply: str) -> Choice | None:
     Returns:
         ``A``, ``B``, or ``tie`` where both are equally good; None: it is nothing of these.
     """
-    said = reply.rpartition(_END_OF_THOUGHT)[2].strip()
+    said = _said(reply).strip()
     if not said.startswith(_ANSWER) or not said.endswith(_END_OF_ANSWER):
         return None
     return _ANSWERS.get(said.removeprefix(_ANSWER).removesuffix(_END_OF_ANSWER).strip())

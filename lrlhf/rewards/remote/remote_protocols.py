@@ -17,7 +17,12 @@ from torch import Tensor
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from lrlhf.media import Video
-from lrlhf.rewards.function import Completion, RewardError, completion_text
+from lrlhf.rewards.function import (
+    Completion,
+    RewardError,
+    completion_segments,
+    completion_text,
+)
 from lrlhf.rewards.remote.remote_http import ServiceError
 from lrlhf.rewards.reward_values import finite_number, shorten
 from lrlhf.types import Prompt
@@ -114,7 +119,16 @@ class LrlhfProtocol(Protocol):
             body["videos"] = in_base64(responses.videos, _animated_png)
         if responses.columns:
             body["columns"] = responses.columns
+        segments = [
+            None if len(parts) < 2 else parts for parts in map(_segments, responses.completions)
+        ]
+        if any(segments):
+            body["segments"] = segments
         return body
+
+
+def _segments(completion: Completion) -> list[list[Any]]:
+    return [[segment.text, segment.sampled] for segment in completion_segments(completion)]
 
 
 LIGHTRFT_KEYS = frozenset({"queries", "prompts", "images"})
@@ -140,18 +154,26 @@ class LightrftProtocol(Protocol):
     def body(self, responses: Responses) -> dict[str, Any]:
         if any(responses.videos):
             raise RewardError("the protocol of LightRFT has no place for videos")
-        prompts = [self._text(prompt) for prompt in responses.prompts]
         body: dict[str, Any] = {
             "queries": [
-                prompt + completion_text(completion)
-                for prompt, completion in zip(prompts, responses.completions, strict=True)
+                self._query(prompt, completion)
+                for prompt, completion in zip(responses.prompts, responses.completions, strict=True)
             ],
-            "prompts": prompts,
+            "prompts": [self._text(prompt) for prompt in responses.prompts],
             **responses.columns,
         }
         if any(responses.images):
             body["images"] = in_base64(responses.images, _jpeg)
         return body
+
+    def _query(self, prompt: Prompt, completion: Completion) -> str:
+        """Return all that was said, up to the last words of the policy's."""
+        if isinstance(completion, str):
+            return self._text(prompt) + completion
+        if isinstance(prompt, str) or len(completion) < 2:
+            return self._text(prompt) + completion_text(completion)
+        *earlier, last = completion
+        return self._text((*prompt, *earlier)) + completion_text([last])
 
     def _text(self, prompt: Prompt) -> str:
         if isinstance(prompt, str):

@@ -52,6 +52,8 @@ class Play:
     failure: str = ""
     wrote_ids: list[tuple[str, list[int]]] = field(default_factory=list)
     """Every turn of the policy's, with special tokens, and its token ids."""
+    beside_calls: list[tuple[int, str | None]] = field(default_factory=list)
+    """See `Episode`."""
     turn_limit: int | None = None
     """Tokens of the next turn; None: as the run has it."""
     context: list[int] = field(init=False)
@@ -99,6 +101,7 @@ class Play:
         self.rewards[-1] += reaction.reward
         if reaction.calls:
             self.said[-1] = {**self.said[-1], "tool_calls": list(reaction.calls)}
+            self.beside_calls.append((len(self.said) - 1, reaction.content))
         self.finish_reason = reaction.finish_reason
 
     def is_given(self, messages: Sequence[Message], tokens: Sequence[int]) -> None:
@@ -190,4 +193,5 @@ class Play:
             failure=self.failure,
             environment=self.session.environment,
             release=release,
+            beside_calls=tuple(self.beside_calls),
         )

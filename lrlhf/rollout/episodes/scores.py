@@ -47,6 +47,7 @@ def stored_episode(episode: Episode) -> dict[str, Any]:
         "rewards": None if episode.rewards is None else list(episode.rewards),
         "finish_reason": episode.finish_reason,
         "failure": episode.failure,
+        "beside_calls": [[*one] for one in episode.beside_calls],
     }
 
 
@@ -59,4 +60,6 @@ def restored_episode(stored: Mapping[str, Any]) -> Episode:
         rewards=None if rewards is None else tuple(rewards),
         finish_reason=stored["finish_reason"],
         failure=stored["failure"],
+        # a checkpoint of an earlier version has none
+        beside_calls=tuple((number, text) for number, text in stored.get("beside_calls", ())),
     )
