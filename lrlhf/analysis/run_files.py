@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
+from lrlhf.foreign_files import read_yaml
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -58,7 +58,7 @@ class RunFiles:
     def config(self) -> dict[str, Any]:
         """The merged config; empty for a run that was started from Python."""
         path = self.folder / "config.yaml"
-        return yaml.safe_load(path.read_text()) if path.exists() else {}
+        return read_yaml(path) if path.exists() else {}
 
     @property
     def media(self) -> list[Path]:

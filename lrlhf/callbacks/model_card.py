@@ -25,6 +25,7 @@ from lrlhf.callbacks.reports.curves import Curve, draw_panels
 from lrlhf.callbacks.reports.markdown import fenced, inert, table
 from lrlhf.datamodules import RowDataModule
 from lrlhf.datamodules.loading.sources import HubSource, Source
+from lrlhf.foreign_files import read_yaml
 from lrlhf.modules.contracts import Measured
 from lrlhf.modules.metrics.reward_metrics import accuracy_metrics
 from lrlhf.run.hidden_values import without_secrets
@@ -156,7 +157,7 @@ def _config(origin: Origin) -> Any:
     """
     saved = origin.run / "config.yaml" if origin.run is not None else None
     if saved is not None and saved.exists():
-        config = yaml.safe_load(saved.read_text())
+        config = read_yaml(saved)
         for way_of_starting in ("ckpt_path", "weights_only"):
             config.pop(way_of_starting, None)
     else:

@@ -35,6 +35,7 @@ from lrlhf.cli.null_values import refuse_nulls
 from lrlhf.cli.parser import Parser
 from lrlhf.cli.replay_command import show_replay
 from lrlhf.cli.saved_config import SaveConfig, hide_hyperparameters
+from lrlhf.foreign_files import TRUST_FLAG
 from lrlhf.modules.metrics.measurement import HasMeasurements
 from lrlhf.planning.checks.mistake import MistakeError, RefusedError
 from lrlhf.planning.checks.run_checks import check_run
@@ -214,10 +215,13 @@ class Replayer(Application):
         super().__init__(arguments)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.usage = "lrlhf replay DUMP [--config OVERLAY ...] [the options of lrlhf fit]"
+        parser.usage = (
+            f"lrlhf replay DUMP [{TRUST_FLAG}] [--config OVERLAY ...] [the options of lrlhf fit]"
+        )
         parser.description = (
             "Repeat the step of a dump, and show where it goes wrong. The exit status is 0 when "
-            "it goes wrong again, 3 when it does not."
+            "it goes wrong again, 3 when it does not. A dump whose config names code of yours, or "
+            f"of a model, needs {TRUST_FLAG}: a dump may be a stranger's."
         )
 
     def before_instantiate_classes(self) -> None:

@@ -16,6 +16,7 @@ from lrlhf.planning.checks.data_rows import taken_from
 from lrlhf.planning.checks.mistake import MistakeError
 from lrlhf.planning.checks.models import check_models
 from lrlhf.planning.config_entries import options_of
+from lrlhf.secrets import safe
 
 
 def add_audit_options(parser: ArgumentParser) -> None:
@@ -64,7 +65,7 @@ def audit_data(config: Namespace, build: Callable[[], L.LightningDataModule]) ->
         )
     except (ValueError, ImportError) as error:
         raise MistakeError(("data",), str(error)) from error
-    sys.stdout.write(f"{as_text(found)}\n")
+    sys.stdout.write(safe(f"{as_text(found)}\n"))
     if sections["html"] is not None:
         as_page(found, sections["html"], "Audit of the data")
     if sections["json"] is not None:

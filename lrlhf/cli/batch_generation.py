@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from lrlhf.callbacks.output_files import json_line
 from lrlhf.cli.answer_file import AnswerFile
 from lrlhf.cli.messages.errors import ConfigError
-from lrlhf.cli.trained_policy import TrainedPolicy, load_trained
+from lrlhf.cli.trained_policy import TrainedPolicy, load_named
 from lrlhf.datamodules.loading.files import is_data_file, read_rows_of_file
 from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow
 from lrlhf.datamodules.rows.chat import ChatFormat
@@ -58,9 +58,7 @@ def answer_file(given: argparse.Namespace) -> str:
     _sampling(given, None)  # what is out of its range, before anything is loaded
     _check_first_row(given)
     with AnswerFile(given.output, given.n) as output:
-        trained = load_trained(
-            given.source, dtype=given.dtype, device=given.device, use_ema=given.use_ema
-        )
+        trained = load_named(given)
         sampling = _sampling(given, trained.sampling)
         prompts = {**trained.prompts, **_given(given, _PROMPTS)}
         settings = {"sampling": repr(sampling), "prompts": repr(sorted(prompts.items()))}

@@ -11,6 +11,7 @@ from typing import Any
 
 from lrlhf.cli.command_parser import command_parser
 from lrlhf.cli.generation_options import add_loading_options
+from lrlhf.secrets import safe
 
 _COMMANDS = """\
 commands:
@@ -71,7 +72,7 @@ def _split(line: str) -> tuple[str, str]:
 
 
 def _remark(text: str) -> None:
-    sys.stderr.write(f"[{text}]\n")
+    sys.stderr.write(safe(f"[{text}]\n"))
     sys.stderr.flush()
 
 

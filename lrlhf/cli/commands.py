@@ -37,12 +37,15 @@ def run(arguments: Sequence[str], *, debug: bool = False) -> int:
     configure_output(debug=debug)
     files: list[ConfigFile] = []
     try:
+        of_dump = arguments[0] == "replay"
         application, arguments = _application(arguments, debug=debug)
         files = read_config_files(arguments)
         remember_secrets(files, arguments)
         # last, so that a file of the user's never takes the place of an installed module
         known = {str(Path(entry).absolute()) for entry in sys.path}
-        sys.path += [folder for folder in folders_of_own_code(files) if folder not in known]
+        # a dump, whose config is the first, holds no code of the user's
+        folders = folders_of_own_code(files[1:] if of_dump else files)
+        sys.path += [folder for folder in folders if folder not in known]
         application(with_sources(arguments, files))
     except BaseException as error:  # noqa: BLE001  the outermost frame: everything ends in one line
         return end(error, files, arguments, debug=debug)

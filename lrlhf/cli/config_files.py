@@ -9,6 +9,7 @@ from pathlib import Path
 import yaml
 
 from lrlhf.cli.messages.errors import ConfigError, hint
+from lrlhf.foreign_files import check_expansion
 
 _CLASS_KEYS = {"class_path", "init_args", "dict_kwargs"}
 MERGE = "tag:yaml.org,2002:merge"
@@ -35,6 +36,7 @@ def read_config_files(arguments: Sequence[str]) -> list[ConfigFile]:
     files = [_read(value) for value in config_arguments(arguments) if not is_inline(value)]
     for file in files:
         try:
+            check_expansion(file.root)
             for keys, node in walk(file.root):
                 if isinstance(node, yaml.ScalarNode):
                     _check_scalar(file.path, node)
@@ -44,6 +46,8 @@ def read_config_files(arguments: Sequence[str]) -> list[ConfigFile]:
             raise ConfigError(
                 f"{file.path}: an alias (*name) stands within what it names"
             ) from error
+        except yaml.MarkedYAMLError as error:
+            raise _not_yaml(file.path, error) from error
     return files
 
 
@@ -78,8 +82,7 @@ def _read(name: str) -> ConfigFile:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{name}: not a text file in UTF-8 ({error.reason})") from error
     except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{name}{line}: not valid YAML: {error.problem}") from error
+        raise _not_yaml(name, error) from error
     except yaml.YAMLError as error:  # a character that YAML does not allow
         raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from error
     except RecursionError as error:
@@ -87,6 +90,11 @@ def _read(name: str) -> ConfigFile:
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{name}: a config is a mapping with model, data and trainer at the top")
     return ConfigFile(name, root)
+
+
+def _not_yaml(name: str, error: yaml.MarkedYAMLError) -> ConfigError:
+    line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+    return ConfigError(f"{name}{line}: not valid YAML: {error.problem}")
 
 
 def _why_unreadable(path: Path) -> str:

@@ -11,6 +11,7 @@ from typing import Literal
 from lrlhf.cli.messages.causes import blaming_user
 from lrlhf.run.checkpoints.checkpoint_reader import is_folder_checkpoint
 from lrlhf.run.checkpoints.sharded_checkpoint import convert_checkpoint
+from lrlhf.secrets import safe
 
 
 def convert(arguments: Sequence[str]) -> None:
@@ -31,4 +32,4 @@ def convert(arguments: Sequence[str]) -> None:
     with blaming_user():
         to = given.to or ("full" if is_folder_checkpoint(given.source) else "sharded")
         convert_checkpoint(given.source, given.target, to)
-    sys.stdout.write(f"wrote {given.target}\n")
+    sys.stdout.write(safe(f"wrote {given.target}\n"))

@@ -20,6 +20,7 @@ from lrlhf.modules.dpo import resolve_preference_loss
 from lrlhf.modules.metrics.measurement import HasMeasurements, Measurement
 from lrlhf.planning.config_entries import is_a
 from lrlhf.planning.plain_table import plain_text
+from lrlhf.secrets import safe
 
 EVALUATIONS = ("validate", "test", "predict")
 """Commands that take a model as it is."""
@@ -105,7 +106,7 @@ def show_evaluation(trainer: L.Trainer) -> None:
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
         if isinstance(callback, EvalJSONL) and callback.paths:
-            sys.stdout.write(f"examples: {short_path(callback.paths[-1])}\n")
+            sys.stdout.write(safe(f"examples: {short_path(callback.paths[-1])}\n"))
     sys.stdout.flush()
 
 

@@ -14,8 +14,11 @@ from lrlhf.callbacks.hub import HubRepo
 from lrlhf.callbacks.model_card import Origin, write_model_card
 from lrlhf.cli.checkpoint_weights import fill
 from lrlhf.modules.contracts import Exportable
-from lrlhf.run.atomic import atomic_folder
+from lrlhf.run.atomic import atomic_folder, remove_unclaimed
 from lrlhf.secrets import safe
+
+_UNFINISHED = "export"
+"""Ending of the hidden folder that is being written."""
 
 
 def export_checkpoint(
@@ -55,10 +58,12 @@ def export_checkpoint(
         license=options["license"],
         repo=None if repo is None else repo.repo_id,
     )
-    with atomic_folder(folder) as fresh:
+    # of exports that were killed, whatever they were to be called
+    remove_unclaimed(folder.parent, "", _UNFINISHED)
+    with atomic_folder(folder, _UNFINISHED) as fresh:
         module.export_pretrained(fresh)
         write_model_card(fresh, origin)
-    sys.stdout.write(f"wrote {folder}\n")
+    sys.stdout.write(safe(f"wrote {folder}\n"))
     if repo is not None:
         sys.stdout.write(safe(f"pushed it to {repo.push(folder, step=step)}\n"))
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lrlhf.cli.command_parser import command_parser
 from lrlhf.cli.generation_options import add_loading_options
+from lrlhf.secrets import safe
 
 _EPILOG = """\
 A line of the output has the row's number, its prompt, the completion, why it ended (stop, length,
@@ -68,4 +69,4 @@ def generate(arguments: Sequence[str]) -> None:
     given = parser().parse_args(arguments)
     # not at the top: it brings torch, which help does without
     summary = import_module("lrlhf.cli.batch_generation").answer_file(given)
-    sys.stdout.write(f"{summary}\n")
+    sys.stdout.write(safe(f"{summary}\n"))

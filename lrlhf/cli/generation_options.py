@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from lrlhf.foreign_files import TRUST_FLAG
+
 SOURCE_HELP = (
     "a run's folder (its newest checkpoint), a checkpoint, an exported folder, a .gguf file, "
     "package:<module> or a hub id"
@@ -20,6 +22,11 @@ def add_loading_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--device", default="auto", help="cpu, cuda or cuda:1; default: a GPU where there is one"
+    )
+    parser.add_argument(
+        TRUST_FLAG,
+        action="store_true",
+        help="run Python code that comes with the model, or that its run's config names",
     )
     parser.add_argument(
         "--use_ema", action="store_true", help="the averaged weights of a checkpoint (EMA)"

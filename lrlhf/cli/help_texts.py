@@ -186,13 +186,14 @@ options:
   --to FORM                   sharded or full; what SOURCE is not, unless given
 """,
     "replay": f"""\
-usage: lrlhf replay DUMP [--config OVERLAY ...] [the options of lrlhf fit]
+usage: lrlhf replay DUMP [--trust_remote_code] [--config OVERLAY ...] [the options of lrlhf fit]
 
 Repeat the step of a dump, and show where it goes wrong. The exit status is 0 when it goes wrong
 again, 3 when it does not.
 
 options:
   DUMP                        the folder that the run has written for the step
+  --trust_remote_code         run the code of yours, or of a model, that the dump's config names
 {_CONFIG}
 
 {_MORE}""",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lrlhf.cli.command_parser import command_parser
 from lrlhf.cli.messages.errors import ConfigError
+from lrlhf.secrets import safe
 
 _EPILOG = """\
 The page is one file, which opens from disk and loads nothing. Responses that do not fit are left
@@ -56,7 +57,7 @@ def inspect(arguments: Sequence[str]) -> None:
         told = write_inspector(given.runs, output, max_responses=given.responses)
     except (ValueError, OSError, ImportError) as error:
         raise ConfigError(str(error)) from error
-    sys.stdout.write(f"{told}\n")
+    sys.stdout.write(safe(f"{told}\n"))
 
 
 def _count(text: str) -> int:

@@ -21,6 +21,7 @@ from lrlhf.cli.config_files import (
 )
 from lrlhf.cli.messages.errors import ConfigError
 from lrlhf.cli.source_signatures import options_of
+from lrlhf.secrets import safe
 
 CHECKPOINT = ".ckpt"
 MODEL_OPTIONS = ("policy", "model")
@@ -104,7 +105,7 @@ def _evaluate(model: str, source: str, flags: Sequence[str], option: str, output
     chosen = "--ckpt_path" if _has_path(source) else f"--model.{option}"
     command = [sys.executable, "-m", "lrlhf", "validate", *flags, chosen, source]
     command += ["--trainer.default_root_dir", str(root)]
-    sys.stderr.write(f"evaluating {model}\n")
+    sys.stderr.write(safe(f"evaluating {model}\n"))
     sys.stderr.flush()
     # its table and its progress are not the comparison
     ended = subprocess.run(command, stdout=sys.stderr, check=False)

@@ -13,8 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from lrlhf.cli.messages.errors import ConfigError
+from lrlhf.foreign_files import TRUST_FLAG, read_yaml, refuse_foreign_code
 from lrlhf.guard.dump import CONFIG_FILE, read_about
 from lrlhf.modules import DumpReplay, NotADumpError, replay_dump
+from lrlhf.secrets import escaped
 
 _MAX_ROWS = 16
 _MAX_NAMES = 5
@@ -28,7 +30,8 @@ def dump_and_options(options: Sequence[str]) -> tuple[Path, list[str]]:
     """Split what follows the command: the dump, and options of ``fit``, the dump's config first.
 
     Raises:
-        ConfigError: There is no such dump, or it has no config.
+        ConfigError: There is no such dump, or it has no config, or one that would run code of
+            others without the user's consent.
     """
     if not options or options[0].startswith("-"):
         if {"-h", "--help"} & set(options):
@@ -45,7 +48,12 @@ def dump_and_options(options: Sequence[str]) -> tuple[Path, list[str]]:
             f"{folder} has no {CONFIG_FILE}, as the run was not started by lrlhf fit: build the "
             "module in Python and call lrlhf.modules.replay_dump(module, folder)"
         )
-    return folder, ["--config", str(config), *options[1:]]
+    own = [option for option in options[1:] if option != TRUST_FLAG]
+    try:
+        refuse_foreign_code(read_yaml(config), config, trusted=TRUST_FLAG in options)
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from error
+    return folder, ["--config", str(config), *own]
 
 
 def show_replay(module: L.LightningModule, folder: Path) -> bool:
@@ -64,31 +72,36 @@ def show_replay(module: L.LightningModule, folder: Path) -> bool:
 
 def _report(replay: DumpReplay) -> Iterable[RenderableType]:
     dump = replay.dump
-    yield Text(f"{dump.folder}: step {dump.step} ({dump.bundles[0].stage})")
+    yield _text(f"{dump.folder}: step {dump.step} ({dump.bundles[0].stage})")
     for when, anomalies in (("then", dump.anomalies), ("now", replay.found)):
         for anomaly in anomalies:
-            yield Text(f"{when}: {anomaly.kind}: {anomaly.text}")
+            yield _text(f"{when}: {anomaly.kind}: {anomaly.text}")
         if not anomalies:
-            yield Text(f"{when}: nothing")
-    yield Text("reproduced" if replay.reproduced else "not reproduced", style="bold")
+            yield _text(f"{when}: nothing")
+    yield _text("reproduced" if replay.reproduced else "not reproduced", style="bold")
     if replay.weights:
-        yield Text(f"weights that are not finite: {_listed(replay.weights)}")
+        yield _text(f"weights that are not finite: {_listed(replay.weights)}")
     for rank in replay.ranks:
         who = f"rank {rank.rank}: " if len(dump.bundles) > 1 else ""
-        yield Text(
+        yield _text(
             f"{who}first output that is not finite: {rank.first_module or 'none of any module'}"
         )
         if rank.gradients:
-            yield Text(f"{who}gradients that are not finite: {_listed(rank.gradients)}")
+            yield _text(f"{who}gradients that are not finite: {_listed(rank.gradients)}")
         columns = [name for name in _COLUMNS if any(row.get(name) is not None for row in rank.rows)]
         table = Table(*columns)
         for row in rank.rows[:_MAX_ROWS]:
-            table.add_row(*(Text(_cell(row.get(name))) for name in columns))
+            table.add_row(*(_text(_cell(row.get(name))) for name in columns))
         yield table
         if len(rank.rows) > _MAX_ROWS:
-            yield Text(f"… and {len(rank.rows) - _MAX_ROWS} more rows, see records.jsonl")
+            yield _text(f"… and {len(rank.rows) - _MAX_ROWS} more rows, see records.jsonl")
     for note in replay.notes:
-        yield Text(f"note: {note}")
+        yield _text(f"note: {note}")
+
+
+def _text(text: str, style: str = "") -> Text:
+    """Return words without markup, and without what a terminal would act on."""
+    return Text(escaped(text), style=style)
 
 
 def _listed(names: Sequence[str]) -> str:

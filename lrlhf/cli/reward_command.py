@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from lrlhf.analysis.reward_lab import Lab, as_json, as_page, as_text, look_at, responses_of_run
 from lrlhf.cli.messages.errors import ConfigError
 from lrlhf.cli.report_files import check_output, write_json
+from lrlhf.secrets import safe
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
@@ -114,7 +115,7 @@ def run_rewards(config: Namespace, build: Callable[[], Rewards]) -> None:
 
 
 def _report(lab: Lab, of: str, json: str | None, html: str | None) -> None:
-    sys.stdout.write(f"{as_text(lab)}\n")
+    sys.stdout.write(safe(f"{as_text(lab)}\n"))
     if json is not None:
         write_json(json, as_json(lab))
     if html is not None:

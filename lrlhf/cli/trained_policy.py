@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import yaml
+from jsonargparse import ArgumentError
 from torch import nn
 
 from lrlhf.cli.checkpoint_weights import fill
 from lrlhf.cli.messages.errors import ConfigError
 from lrlhf.cli.parser import Parser
+from lrlhf.foreign_files import read_yaml, refuse_foreign_code
 from lrlhf.models import CausalLM, load_config
 from lrlhf.models.loading.model_sources import locate
 from lrlhf.models.loading.reward_files import HEAD_CONFIG
@@ -67,15 +68,29 @@ def load_to_talk(given: argparse.Namespace) -> tuple[TrainedPolicy, Sampling]:
         )
     except ValueError as error:
         raise ConfigError(str(error).removeprefix("sampling.")) from error
-    trained = load_trained(
-        given.source, dtype=given.dtype, device=given.device, use_ema=given.use_ema
-    )
+    trained = load_named(given)
     stop = () if trained.sampling is None else trained.sampling.stop
     return trained, replace(sampling, stop=stop)
 
 
+def load_named(given: argparse.Namespace) -> TrainedPolicy:
+    """Load the policy that the options of `add_loading_options` name, see `load_trained`."""
+    return load_trained(
+        given.source,
+        dtype=given.dtype,
+        device=given.device,
+        use_ema=given.use_ema,
+        trust_remote_code=given.trust_remote_code,
+    )
+
+
 def load_trained(
-    source: str, *, dtype: str | None = None, device: str = "auto", use_ema: bool = False
+    source: str,
+    *,
+    dtype: str | None = None,
+    device: str = "auto",
+    use_ema: bool = False,
+    trust_remote_code: bool = False,
 ) -> TrainedPolicy:
     """Load a policy.
 
@@ -85,21 +100,23 @@ def load_trained(
         dtype: Of the weights; None: as stored, of a checkpoint as in the run.
         device: ``auto``: a GPU where there is one.
         use_ema: Of a checkpoint the averaged weights.
+        trust_remote_code: Run code that comes with the model, or that the config of its run names.
 
     Raises:
-        ConfigError: Nothing is there, it is damaged, or no language model; there is no such device.
+        ConfigError: Nothing is there, it is damaged, or no language model; there is no such device;
+            it would run code without consent.
     """
-    checkpoint, place = None, _device(device)
+    checkpoint, place, trusted = None, _device(device), trust_remote_code
     with _as_one_line():
         checkpoint = _checkpoint_of(Path(source).expanduser())
     if isinstance(checkpoint, str):
         source, checkpoint = checkpoint, None
     if checkpoint is not None:
-        trained = _from_checkpoint(checkpoint, dtype, use_ema=use_ema)
+        trained = _from_checkpoint(checkpoint, dtype, use_ema=use_ema, trusted=trusted)
     else:
         if use_ema:
             raise ConfigError(f"use_ema: {source} is no checkpoint, and has no averaged weights")
-        trained = _from_model(source, dtype)
+        trained = _from_model(source, dtype, trusted=trusted)
     trained.policy.model.to(place).eval().requires_grad_(False)  # type: ignore[arg-type]
     return trained
 
@@ -111,7 +128,7 @@ def _as_one_line() -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, ArgumentError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
 
 
@@ -166,18 +183,18 @@ def _config_of(checkpoint: Path) -> Path | None:
     return next((folder / _CONFIG for folder in folders if (folder / _CONFIG).is_file()), None)
 
 
-def _from_model(source: str, dtype: str | None) -> TrainedPolicy:
+def _from_model(source: str, dtype: str | None, *, trusted: bool) -> TrainedPolicy:
     with _as_one_line():
         folder = locate(source)
         if isinstance(folder, str) or folder.is_dir():
-            _refuse_other_models(source, folder)
-        spec = CausalLM(source=source, dtype=dtype or "auto")  # type: ignore[arg-type]
+            _refuse_other_models(source, folder, trusted=trusted)
+        spec = CausalLM(source=source, dtype=dtype or "auto", trust_remote_code=trusted)  # type: ignore[arg-type]
         return TrainedPolicy(load_policy(spec, None, None), source)
 
 
-def _refuse_other_models(source: str, folder: Path | str) -> None:
+def _refuse_other_models(source: str, folder: Path | str, *, trusted: bool) -> None:
     """Refuse what has no words to say, before its weights are loaded."""
-    names = load_config(source).architectures or []
+    names = load_config(source, trust_remote_code=trusted).architectures or []
     heads = isinstance(folder, Path) and (folder / HEAD_CONFIG).is_file()
     if heads or any("SequenceClassification" in name for name in names):
         raise _is_reward_model(source, f"lrlhf serve-reward --model.source {source}")
@@ -190,9 +207,11 @@ def _is_reward_model(what: str, command: str) -> ConfigError:
     )
 
 
-def _from_checkpoint(checkpoint: Path, dtype: str | None, *, use_ema: bool) -> TrainedPolicy:
+def _from_checkpoint(
+    checkpoint: Path, dtype: str | None, *, use_ema: bool, trusted: bool
+) -> TrainedPolicy:
     with _as_one_line():
-        run = _run_of(checkpoint)
+        run = _run_of(checkpoint, trusted=trusted)
         spec = run.spec if dtype is None else replace(run.spec, dtype=dtype)  # type: ignore[arg-type]
         loaded = load_policy(spec, None, None)
         # the names of a module's checkpoint
@@ -202,11 +221,12 @@ def _from_checkpoint(checkpoint: Path, dtype: str | None, *, use_ema: bool) -> T
     return TrainedPolicy(loaded, str(checkpoint), run.sampling, run.prompts)
 
 
-def _run_of(checkpoint: Path) -> _Run:
+def _run_of(checkpoint: Path, *, trusted: bool) -> _Run:
     """Read the config that the run of a checkpoint has saved.
 
     Raises:
         ConfigError: There is none, or none of a run with a policy.
+        ValueError: It is no such config, or would run code of others.
     """
     path = _config_of(checkpoint)
     if path is None:
@@ -216,9 +236,9 @@ def _run_of(checkpoint: Path) -> _Run:
             "the model is not known; give an exported folder (lrlhf export, or the run's "
             "export/final)"
         )
-    config = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    model = config.get("model") or {}
-    options = model.get("init_args") or {}
+    config = read_yaml(path)
+    model = _section(config, "model")
+    options = _section(model, "init_args")
     name = str(model.get("class_path", "")).rpartition(".")[2]
     if name == "RewardModel":
         export = f"lrlhf export --config {path} --ckpt_path {checkpoint} --output FOLDER"
@@ -234,13 +254,20 @@ def _run_of(checkpoint: Path) -> _Run:
     parser.add_argument("--policy", type=str | CausalLM)
     parser.add_argument("--sampling", type=Sampling)
     given = {name: options[name] for name in ("policy", "sampling") if options.get(name)}
+    refuse_foreign_code(given, path, trusted=trusted)
     built = parser.instantiate_classes(parser.parse_object(given))
     spec = CausalLM(source=built.policy) if isinstance(built.policy, str) else built.policy
-    data = (config.get("data") or {}).get("init_args") or {}
+    data = _section(_section(config, "data"), "init_args")
     prompts = {key: data[key] for key in _PROMPT_OPTIONS if data.get(key)}
     if data.get("split_special_tokens") is False:
         prompts["split_special_tokens"] = False
     return _Run(spec, built.sampling or Sampling(), prompts)
+
+
+def _section(config: Any, name: str) -> Mapping[str, Any]:
+    """Return a part of a config; empty: it has none."""
+    section = config.get(name) if isinstance(config, Mapping) else None
+    return section if isinstance(section, Mapping) else {}
 
 
 def _device(name: str) -> torch.device:

@@ -15,7 +15,7 @@ import psutil
 
 import lrlhf
 
-_GUARD = Path(lrlhf.__file__).parent / "rollout" / "vllm" / "process_guard.py"
+_GUARD = Path(lrlhf.__file__).with_name("process_guard.py")
 """By its path: to import it would import torch and transformers into each of Ray's workers."""
 _BETWEEN = Path(__file__).with_name("between.py")
 _GRACE = 3.0
@@ -24,7 +24,7 @@ _LOOK_SECONDS = 0.2
 
 
 class GuardedProgram:
-    """A program under a guard, see `lrlhf.rollout.vllm.process_guard`.
+    """A program under a guard, see `lrlhf.process_guard`.
 
     Ray kills the direct children of a worker with it, which would be the guard, who could end
     nothing then. So a process stands between the two (`lrlhf.cluster.between`), which goes with the

@@ -8,8 +8,8 @@ from typing import Any
 
 import regex
 from jinja2 import TemplateError
-from transformers.utils.chat_template_utils import render_jinja_template
 
+from lrlhf.bounded_templates import render_jinja_template
 from lrlhf.environments.tool_calls import (
     MalformedCall,
     ToolCall,

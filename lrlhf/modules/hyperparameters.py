@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse import ArgumentError, ArgumentParser, get_loader, set_loader
 
 from lrlhf.arguments import given_arguments
+from lrlhf.foreign_files import check_text, foreign_code, read_yaml
 from lrlhf.functional import ALGORITHMS, Algorithm
 from lrlhf.run.hidden_values import without_secrets
 from lrlhf.secrets import HIDDEN
@@ -35,6 +36,17 @@ _PLAIN_KINDS: tuple[tuple[Callable[[Any], Any], Any], ...] = (
 """How values that are plain but for their class, such as ``np.float64``, are made plain."""
 _UNTYPED = (type(None), bool, int, float, str, list, tuple, Mapping)
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+_load_yaml = get_loader("yaml")
+
+
+def _load_checked(text: str) -> Any:
+    """Read YAML as jsonargparse does, of configs and of texts in them, see `check_text`."""
+    check_text(text)
+    return _load_yaml(text)
+
+
+set_loader("yaml", _load_checked, exceptions=(yaml.YAMLError, RecursionError))
 
 CLASS, NOT_KEPT = "_class_path", "_not_kept"
 
@@ -160,8 +172,8 @@ def build_again(
     for name, value in options.items():
         if any(map(_is_hidden, _leaves(value))):
             reasons[name] = "it has a secret"
-        elif ("trust_remote_code", True) in _leaves(value, name):
-            reasons[name] = "it runs code that comes with a model"
+        elif found := next(foreign_code({name: value}, imported=_imported()), None):
+            reasons[name] = found
     for name, parameter in inspect.signature(kind).parameters.items():
         needed = parameter.default is parameter.empty and parameter.kind not in _VARIABLE
         if needed and name not in options:
@@ -226,22 +238,23 @@ def _is_hidden(leaf: Any) -> bool:
     return isinstance(leaf, str) and (leaf == HIDDEN or f"://{HIDDEN}@" in leaf)
 
 
-def _leaves(value: Any, name: str = "") -> Iterator[Any]:
-    """Go through the values inside a config, by themselves and with the name that each has."""
-    if isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from _leaves(part, str(key))
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _leaves(part, name)
+def _leaves(value: Any) -> Iterator[Any]:
+    """Go through the values inside a config."""
+    if isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _leaves(part)
     else:
         yield value
-        yield (name, value)
+
+
+def _imported() -> set[str]:
+    """Modules that the user's program has imported; those of Python itself may do anything."""
+    return {name for name in sys.modules if name.partition(".")[0] not in sys.stdlib_module_names}
 
 
 def read_hyperparameters(file: Path) -> dict[str, Any]:
     """Read a YAML file of hyperparameters, such as a logger has written."""
-    read = yaml.safe_load(file.read_text())
+    read = read_yaml(file)
     if not isinstance(read, dict):
         raise ValueError(f"{file} is no mapping of hyperparameters")
     return read

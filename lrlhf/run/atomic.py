@@ -86,17 +86,40 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
     _sync_folder(path.parent)
 
 
+def append_line(path: Path, line: str) -> None:
+    """Add a line to a file, whole or not at all, and after whole lines only.
+
+    Raises:
+        OSError: It could not be written, as on a full disk; the file is as it was.
+    """
+    with naming(path), path.open("a+b", buffering=0) as handle:
+        end = handle.seek(0, os.SEEK_END)
+        if end:
+            handle.seek(end - 1)
+            if handle.read(1) != b"\n":  # a process was killed while it wrote
+                line = f"\n{line}"
+        try:
+            unwritten = memoryview(f"{line}\n".encode())
+            while unwritten:
+                unwritten = unwritten[handle.write(unwritten) :]
+        except OSError:
+            handle.truncate(end)
+            raise
+
+
 @contextlib.contextmanager
-def atomic_folder(path: Path) -> Iterator[Path]:
+def atomic_folder(path: Path, ending: str = TEMPORARY) -> Iterator[Path]:
     """Hand out an empty folder that takes the place of ``path`` when the block ends well.
+
+    Its name has the ``ending`` until then.
 
     A folder cannot replace another in one step, so an old one is moved aside first and removed
     last; after a crash between the two, the next call moves it back.
     """
     recover_folder(path)
-    remove_unclaimed(path.parent, path.name, TEMPORARY)
+    remove_unclaimed(path.parent, path.name, ending)
     try:
-        with temporary_folder(path) as fresh:
+        with temporary_folder(path, ending) as fresh:
             yield fresh
             place_folder(fresh, path)
     finally:
@@ -141,12 +164,12 @@ def remove_unclaimed(folder: Path, name: str, ending: str) -> None:
     """Remove what has a temporary name and no living owner.
 
     Where the file system has no locks, nothing tells who lives, and all of it goes. ``name`` is
-    what would have been taken, or what it ends with behind a dot, such as ``ckpt``.
+    what would have been taken, or what it ends with behind a dot, such as ``ckpt``; empty: any.
     """
     if not folder.is_dir():
         return
     # a pattern of every checkpoint's name would be compiled and kept; older versions had no token
-    end = f".{name}.{ending}"
+    end = f".{name}.{ending}" if name else f".{ending}"
     for left in [entry for entry in folder.iterdir() if entry.name.endswith(end)]:
         if left.name.startswith(".") and not _is_claimed(left):
             remove(left)

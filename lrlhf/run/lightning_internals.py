@@ -88,6 +88,19 @@ def next_log_row(trainer: L.Trainer) -> tuple[dict[str, Any], int] | None:
     return dict(connector.metrics["log"]), trainer.global_step
 
 
+def forget_last_step(trainer: L.Trainer) -> None:
+    """Have a row hold what its own step measures: Lightning repeats what was logged before.
+
+    To be called at the start of a training batch; the micro-batches of a step share its row.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    before = loop.batch_progress.current.ready - 1
+    if trainer.lightning_module.automatic_optimization and before % trainer.accumulate_grad_batches:
+        return
+    for result in loop._results.values():
+        result._forward_cache = None
+
+
 def number_log_rows(trainer: L.Trainer) -> None:
     """Number the rows of all logs as `running_step` says: those of Lightning are one behind."""
 

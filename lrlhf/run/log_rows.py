@@ -18,7 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
 from lrlhf.run.folder_lock import hold_folder
-from lrlhf.run.lightning_internals import next_log_row, number_log_rows
+from lrlhf.run.lightning_internals import forget_last_step, next_log_row, number_log_rows
 from lrlhf.run.step_numbers import LoadedStep
 from lrlhf.run.supervision.signals import Terminated
 
@@ -90,8 +90,9 @@ class LogRows(L.Callback):
 
     # ---- when a row follows
 
-    def on_train_batch_start(self, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         self._row_follows = False
+        forget_last_step(trainer)
 
     def on_train_batch_end(self, *_: Any) -> None:
         self._row_follows = True

@@ -23,12 +23,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lrlhf.rewards import RewardFunction
 from lrlhf.serving.base64_media import PixelRoom
 from lrlhf.serving.batcher import Batcher, Place
-from lrlhf.serving.body import Body, check_headers, parse_json
 from lrlhf.serving.lightrft import read_lightrft_request
-from lrlhf.serving.limits import QueueOptions, RefusedRequestError, RequestLimits
+from lrlhf.serving.limits import QueueOptions, RequestLimits
 from lrlhf.serving.measures import Measures
 from lrlhf.serving.score_request import ScoreRequest, read_score_request
-from lrlhf.serving.scoring import Scorer, Scores, Served, log_defect
+from lrlhf.serving.scoring import Scorer, Scores, Served
+from lrlhf.web.body import Body, RefusedRequestError, check_headers, parse_json
+from lrlhf.web.defects import log_defect
 
 _SCORING: Final = ("/v1/score", "/get_reward", "/")
 _TELLING: Final = ("/health", "/version", "/metrics")
@@ -191,7 +192,7 @@ class RewardService:
         self.batcher.queue(place)
         readers = self._small_readers if len(content) <= _SMALL else self._readers
         return await asyncio.get_running_loop().run_in_executor(
-            readers, lambda: read(parse_json(content, self._limits))
+            readers, lambda: read(parse_json(content, self._limits.max_values))
         )
 
     def _submitted(self, request: ScoreRequest, place: Place) -> Future[Scores]:

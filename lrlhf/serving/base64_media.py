@@ -16,7 +16,8 @@ from lrlhf.media import MediaError, MediaOptions, Video, read_image, read_video
 from lrlhf.media.animations import FORMATS as ANIMATIONS
 from lrlhf.media.animations import animation_of
 from lrlhf.media.decode import explained, open_image
-from lrlhf.serving.limits import RefusedRequestError, RequestLimits, malformed
+from lrlhf.serving.limits import RequestLimits
+from lrlhf.web.body import RefusedRequestError, malformed
 
 _FORMATS = {"image": ("PNG", "JPEG", "WEBP"), "video": ANIMATIONS}
 _ALL = 1e9

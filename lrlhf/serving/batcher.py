@@ -12,10 +12,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Final
 
-from lrlhf.serving.limits import QueueOptions, RefusedRequestError
+from lrlhf.serving.limits import QueueOptions
 from lrlhf.serving.measures import Measures
 from lrlhf.serving.score_request import ScoreRequest
 from lrlhf.serving.scoring import Part, Scorer, Scores, Served
+from lrlhf.web.body import RefusedRequestError
 
 logger = logging.getLogger(__name__)
 

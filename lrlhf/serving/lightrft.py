@@ -10,7 +10,7 @@ from typing import Any
 
 from lrlhf.rewards.learned import TextMarks
 from lrlhf.serving.base64_media import MediaFiles, decoded, kind_of
-from lrlhf.serving.limits import RequestLimits, malformed
+from lrlhf.serving.limits import RequestLimits
 from lrlhf.serving.score_request import (
     ScoreRequest,
     add_media,
@@ -18,6 +18,7 @@ from lrlhf.serving.score_request import (
     check_sizes,
     entries,
 )
+from lrlhf.web.body import malformed
 
 _JPEG = b"\xff\xd8\xff"
 

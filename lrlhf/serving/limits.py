@@ -6,31 +6,6 @@ import math
 from dataclasses import dataclass, fields
 
 
-class RefusedRequestError(ValueError):
-    """A request that is answered with a status of its own and one sentence.
-
-    Args:
-        detail: What is wrong and what to do, for the client; quotes nothing of the body but names.
-        status: HTTP status.
-        reason: A word or two that such answers are counted by.
-        retry_after: Seconds after which it may be tried again; None: it would fail again.
-    """
-
-    def __init__(
-        self, detail: str, *, status: int = 422, reason: str, retry_after: int | None = None
-    ) -> None:
-        super().__init__(detail)
-        self.detail = detail
-        self.status = status
-        self.reason = reason
-        self.retry_after = retry_after
-
-
-def malformed(place: str, what: str) -> RefusedRequestError:
-    """Return the answer to a body with something wrong at a place such as ``prompts[2]``."""
-    return RefusedRequestError(f"{place}: {what}", reason="malformed")
-
-
 def _check_positive(options: RequestLimits | QueueOptions) -> None:
     for field in fields(options):
         value = getattr(options, field.name)

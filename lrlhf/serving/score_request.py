@@ -12,8 +12,9 @@ from lrlhf.rewards.function import (
     with_segments,
 )
 from lrlhf.serving.base64_media import MediaFile, MediaFiles, kind_of
-from lrlhf.serving.limits import RefusedRequestError, RequestLimits, malformed
+from lrlhf.serving.limits import RequestLimits
 from lrlhf.types import Message, Prompt
+from lrlhf.web.body import RefusedRequestError, malformed
 
 _TAKEN = (*RESERVED, "images", "videos")
 _PIXELS_PER_LETTER = 200

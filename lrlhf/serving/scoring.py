@@ -7,7 +7,6 @@ import inspect
 import itertools
 import logging
 import math
-import traceback
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -19,8 +18,9 @@ from lrlhf.rewards.dispatch import Call, Dispatcher, is_async
 from lrlhf.rewards.learned import TextMarks
 from lrlhf.rewards.lookup import bind_functions, chosen_arguments, filled_by_python
 from lrlhf.rewards.reward_values import Journal, check_values
-from lrlhf.serving.limits import RefusedRequestError
 from lrlhf.serving.score_request import ScoreRequest
+from lrlhf.web.body import RefusedRequestError
+from lrlhf.web.defects import log_defect
 
 logger = logging.getLogger(__name__)
 
@@ -196,9 +196,3 @@ def _joined(requests: Sequence[ScoreRequest]) -> dict[str, Any]:
         if any(row for rows in media for row in rows):
             arguments[kind] = list(itertools.chain.from_iterable(media))
     return arguments
-
-
-def log_defect(what: str, error: Exception) -> None:
-    """Log where an error was raised, and not its message, which may quote what was scored."""
-    trace = "".join(traceback.format_tb(error.__traceback__)).rstrip()
-    logger.error("%s %s:\n%s", what, type(error).__name__, trace)

@@ -15,7 +15,7 @@ import uvicorn
 from lrlhf.noted_signals import noted_signals
 from lrlhf.rewards.remote.service_token import DEFAULT_TOKEN_ENV
 from lrlhf.serving.app import RewardService
-from lrlhf.serving.connections import KEEP_ALIVE_SECONDS, Connection, Door, room_for
+from lrlhf.web.connections import KEEP_ALIVE_SECONDS, Connection, Door, room_for
 
 logger = logging.getLogger(__name__)
 

@@ -125,6 +125,12 @@ def test_a_file_and_its_folder_export_what_the_run_exported(
     # it writes the export, and nothing else
     new = {path.parts[0] for path in set(Path().rglob("*")) - set(before)}
     assert new == {"of last.ckpt", "of split.ckpt", "of again.ckpt"}
+    # what a killed export has left goes with the next, and a name does nothing to the terminal
+    left = Path(".0123abcd.of another name.export")
+    left.mkdir()
+    assert export("--ckpt_path", str(file), "--output", "\x1b[31mred") == 0
+    assert capsys.readouterr().out.endswith("wrote \\x1b[31mred\n")
+    assert not left.exists()
 
     if kind == "reward":
         assert RewardNetwork.from_pretrained("of split.ckpt").head_names == ("reward",)

@@ -42,13 +42,20 @@ def test_a_dump_of_fit_is_repeated_by_its_command(config: dict[str, Any], capsys
     assert [one["kind"] for one in about["anomalies"]] == ["ratio"]
     records = [json.loads(line) for line in (dump / "records.jsonl").read_text().splitlines()]
     assert [record["row"] for record in records] == [0, 1, 2, 3]
-    assert run(["replay", str(dump)]) == 0
+    # its config names code of the user's, who says so
+    assert run(["replay", str(dump)]) == 2
+    assert (
+        f"config.yaml: model.init_args.rewards.init_args.functions[0] would import {__name__}"
+        in (capsys.readouterr().err)
+    )
+    assert run(["replay", str(dump), "--trust_remote_code"]) == 0
     shown = capsys.readouterr().out
     assert "\nreproduced" in shown
     assert "say " in shown
     # what went wrong is no longer wrong under another limit
     Path("overlay.yaml").write_text("model:\n  init_args:\n    guard:\n      max_ratio: null\n")
-    assert run(["replay", str(dump), "--config", "overlay.yaml"]) == 3
+    flags = ["--trust_remote_code", "--config", "overlay.yaml"]
+    assert run(["replay", str(dump), *flags]) == 3
     assert "not reproduced" in capsys.readouterr().out
 
 

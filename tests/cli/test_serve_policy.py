@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,11 +24,11 @@ from openai import OpenAI
 from transformers import AutoTokenizer
 
 from lrlhf.__main__ import main
-from lrlhf.cli.policy_service import PolicyService
+from lrlhf.cli.policy_service import PolicyService, _Desk
 from lrlhf.cli.trained_policy import load_trained
 from lrlhf.environments.agents import Question
 from lrlhf.environments.session import Asked
-from lrlhf.rollout import Sampling
+from lrlhf.rollout import Sampling, TransformersEngine
 from tests.cli.test_chat import ASKED, greedy, user
 from tests.environments.agents.policy import ADD
 from tests.forked import Popen
@@ -118,7 +121,9 @@ def test_what_cannot_be_served_is_told_before_the_model_is_loaded(
     assert "error: record: " in capsys.readouterr().err
 
 
-def test_an_error_ends_one_batch_and_not_the_service(model_folder: str, tmp_path: Path) -> None:
+def test_an_error_ends_one_batch_and_not_the_service(
+    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trained = load_trained(model_folder, device="cpu")
     template = "{{ messages[0].content }}"
     trained = trained._replace(prompts={"chat_template": template})
@@ -127,14 +132,105 @@ def test_an_error_ends_one_batch_and_not_the_service(model_folder: str, tmp_path
 
     def ask(*texts: str) -> list[Any]:
         questions = [Question(Asked(tuple(messages(text)))) for text in texts]
-        service.answer(questions)
+        service.answer([one for one in map(service.read, questions) if one is not None])
         told = [question.future.exception(0) for question in questions]
         return [getattr(error, "status", None) for error in told]
 
-    assert ask("", "hi") == [400, 500]  # nothing to continue; nowhere to record
+    assert ask("", "hi") == [400, None]  # nothing to continue; nowhere to record
     record.parent.mkdir()
     assert ask("", "hi") == [400, None]
     assert len(recorded(record)) == 1
+    monkeypatch.setattr(TransformersEngine, "generate", lambda *_, **__: 1 / 0)
+    assert ask("hi") == [500]
+
+
+def test_a_full_disk_costs_no_answer_and_leaves_whole_records(
+    model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = tmp_path / "turns.jsonl"
+    service = PolicyService(
+        load_trained(model_folder, device="cpu"), Sampling(max_new_tokens=2), record=record
+    )
+
+    def answered(text: str) -> bool:
+        question = Question(Asked(tuple(messages(text))))
+        readable = service.read(question)
+        assert readable is not None
+        service.answer([readable])
+        return question.future.exception(0) is None
+
+    assert answered("one")
+    size = record.stat().st_size
+    with record.open("a") as file:
+        file.write('{"half a rec')  # of a process that was killed
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, before[1]))
+    try:
+        assert answered("two")
+        assert answered("three")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert record.stat().st_size == size + len('{"half a rec')
+    assert answered("four")
+    lines = record.read_text().splitlines()
+    assert [json.loads(line)["messages"][0]["content"] for line in (lines[0], lines[2])] == [
+        "one",
+        "four",
+    ]
+    assert [line.partition(";")[0].partition(":")[0] for line in caplog.messages] == [
+        f"[Errno {errno.EFBIG}] File too large",
+        f"{record} lacks 2 turns",
+    ]
+
+
+def test_a_long_message_is_refused_by_its_beginning_and_holds_nobody_up(
+    model_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = load_trained(model_folder, device="cpu")
+    service = PolicyService(trained, Sampling(max_new_tokens=2), record=None)
+    lengths: list[int] = []
+    made = type(trained.policy.tokenizer).__call__
+
+    def counted(self: Any, text: str, **options: Any) -> Any:
+        lengths.append(len(text))
+        return made(self, text, **options)
+
+    monkeypatch.setattr(type(trained.policy.tokenizer), "__call__", counted)
+    long = Question(Asked(tuple(messages("a" * 7_000_000))))
+    assert service.read(long) is None
+    refusal = long.future.exception(0)
+    assert "the model reads 256" in str(refusal)
+    assert sum(lengths) <= 2**16
+    # a large question is read beside the small ones
+    hold = threading.Event()
+    desk = _Desk()
+    read = service.read
+    large = 20_000
+
+    def held(question: Question) -> Any:
+        if len(question.asked.messages[0]["content"]) >= large:
+            hold.wait(60)
+        return read(question)
+
+    monkeypatch.setattr(service, "read", held)
+    small = Question(Asked(tuple(messages("hi"))))
+    for question in (Question(Asked(tuple(messages("a" * large)))), small):
+        desk.take(question)
+    desk.open(service)
+    until = time.monotonic() + 60
+    while not (batch := desk.batch(8)):
+        assert time.monotonic() < until
+    hold.set()
+    assert [one.question for one in batch] == [small]
+
+
+def test_one_question_too_many_is_told_to_come_back() -> None:
+    desk = _Desk()
+    questions = [Question(Asked(tuple(messages("hi")))) for _ in range(513)]
+    for question in questions:
+        desk.take(question)
+    assert [question.future.done() for question in questions] == [False] * 512 + [True]
+    assert questions[-1].future.exception(0).status == 429  # type: ignore[union-attr]
 
 
 def test_the_help_needs_no_torch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,7 +243,7 @@ def test_what_is_recorded_has_the_models_probabilities(model_folder: str, record
     own = record.with_name("own.jsonl")
     service = PolicyService(trained, Sampling(max_new_tokens=9), seed=3, record=own)
     questions = [Question(Asked(tuple(messages(text)))) for text in ("hi", "and you")]
-    service.answer(questions)
+    service.answer([one for one in map(service.read, questions) if one is not None])
     assert [len(question.future.result(0).message) for question in questions] == [2, 2]
     for line in recorded(own):
         prompt, written = line["prompt_ids"], line["token_ids"]

@@ -258,3 +258,23 @@ def test_a_rank_that_hangs_ends_all_at_its_deadline(tmp_path: Path) -> None:
     assert "in phase 'generate' of iteration 2" in output.partition("rank 1 ")[2]
     assert "training_step" in (tmp_path / "stacks_rank0.txt").read_text()
     assert "collectives.py" in (tmp_path / "stacks_rank1.txt").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fork", ["", "fork_"])
+def test_a_rank_that_was_stopped_ends_with_its_run(tmp_path: Path, fork: str) -> None:
+    # rank 0 waits in a collective until its deadline; rank 1 hears of nothing
+    limits = dict.fromkeys(("generate", "reward", "logprob", "update", "train", "data"), 10.0)
+    deadlines = {"class_path": "Deadlines", "init_args": {**limits, "grace": 3.0}}
+    strategy = f"ddp_{fork}find_unused_parameters_true"
+    config = write_config(tmp_path, callbacks=[deadlines], strategy=strategy)
+    with running(fit(config), ROOT) as process:
+        wait_for(process, tmp_path, 0, 2, "update")
+        stopped = pid_of(tmp_path, 1)
+        os.kill(stopped, signal.SIGSTOP)
+        output = ended(process)
+        assert process.returncode == 1, output
+        deadline = time.monotonic() + 30
+        while members(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert members(process.pid) == []

@@ -137,7 +137,7 @@ def test_no_code_of_a_model_runs_because_a_checkpoint_says_so(
         learned = LearnedReward(model_folder, trust_remote_code=True)
         checkpoint["hyper_parameters"] |= RLOO(model_folder, Rewards([learned])).hparams
     torch.save(checkpoint, tmp_path / "b.ckpt")
-    with pytest.raises(ValueError, match="runs code that comes with a model"):
+    with pytest.raises(ValueError, match="would run Python code that comes with"):
         RLOO.load_from_checkpoint(tmp_path / "b.ckpt")
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 
 def lengths(completions: Sequence[str]) -> list[float]:
@@ -89,10 +92,25 @@ def _print() -> None:
     os.write(1, b"\n{}\n" * 100_000)
 
 
+def _asker() -> int:
+    """Process id of who asks: the parent is its guard."""
+    return psutil.Process(os.getppid()).ppid()
+
+
 def _abandon() -> None:
     """Leave a grandchild behind, then hang."""
-    sleeping = f"import time; time.sleep(20)  # of {os.getppid()}"
+    sleeping = f"import time; time.sleep(20)  # of {_asker()}"
     subprocess.Popen([sys.executable, "-c", sleeping])
+    _loop()
+
+
+def _hide() -> None:
+    """Leave a daemon behind: in a session of its own, and nobody's child; then hang."""
+    sleeping = f"import time; time.sleep(20)  # of {_asker()}"
+    if os.fork() == 0:
+        subprocess.Popen([sys.executable, "-c", sleeping], start_new_session=True)
+        os._exit(0)
+    os.wait()
     _loop()
 
 
@@ -112,6 +130,7 @@ ACTS = {
     "sys.exit": lambda: sys.exit(3),
     "print": _print,
     "abandon": _abandon,
+    "hide": _hide,
     "spoil": _spoil_replies,
     "close": lambda: os.closerange(0, 256),
     "kill group": lambda: os.killpg(0, 9),
@@ -123,6 +142,20 @@ def acting(completions: Sequence[str]) -> list[float]:
     for text in completions:
         if text in ACTS:
             ACTS[text]()
+    return lengths(completions)
+
+
+def forks(completions: Sequence[str]) -> list[float]:
+    """Come back twice, once in a fork."""
+    os.fork()
+    return lengths(completions)
+
+
+def answers_twice(completions: Sequence[str]) -> list[float]:
+    """Answer once more than the library does, as if it were the reply to the next request."""
+    scores = {"values": [99.0] * len(completions), "metrics": [], "extras": {}, "number": 1}
+    os.write(int(sys.argv[2]), f"{json.dumps(scores)}\n".encode())
+    time.sleep(2)
     return lengths(completions)
 
 

@@ -119,6 +119,7 @@ FATES = {
     "segfault": "killed by SIGSEGV",
     "sys.exit": "called sys.exit(3)",
     "abandon": "no result after 1 s",
+    "hide": "no result after 1 s",
     "spoil": "reply",
     "close": "ended with exit status",
     "kill group": "killed by SIGKILL",
@@ -138,7 +139,7 @@ def test_a_response_that_makes_it_fail_costs_the_others_nothing(act: str) -> Non
     assert FATES[act] in failure
     assert result.metrics["isolated/failures"] == 1.0
     until = time.monotonic() + 12
-    while act == "abandon" and _abandoned():  # a signal takes its time
+    while act in ("abandon", "hide") and _abandoned():  # a signal takes its time
         assert time.monotonic() < until, "what the process started has survived it"
         time.sleep(0.05)
 
@@ -180,7 +181,24 @@ def test_a_process_has_no_secrets_and_a_folder_of_its_own(monkeypatch: pytest.Mo
 def test_a_process_ends_with_its_reward(children: Callable[[], set[psutil.Process]]) -> None:
     reward = IsolatedReward(f"{HERE}lengths", workers=2)
     reward.prepare()
-    assert len(children()) == 2  # and the fixture finds none
+    assert len(children()) == 4  # with their guards; and the fixture finds none
+
+
+def test_each_response_gets_its_own_score_though_a_function_comes_back_twice() -> None:
+    reward = IsolatedReward(f"{HERE}forks")
+    rewards = Rewards([reward])
+    for texts in (["a", "bb"], ["ccc", "dddd"], ["e", "ffffff"]) * 5:
+        result = rewards.score(["p", "q"], texts, [[1], [2]], [{}, {}])
+        assert result.scores.tolist() == [float(len(text)) for text in texts]
+        assert result.metrics["isolated/restarts"] == 0.0
+    reward.close()
+
+
+def test_a_reply_that_nobody_asked_for_scores_nothing() -> None:
+    result = ask(IsolatedReward(f"{HERE}answers_twice"), ["a"])
+    assert result.scores.isnan().all()
+    # the second where both come at once
+    assert re.search("a reply that nobody asked for|more than one reply", result.failures[0])
 
 
 # ---------------------------------------------------------------------- settings

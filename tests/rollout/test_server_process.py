@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from lrlhf import process_guard as guard
 from lrlhf.rollout.vllm import process
-from lrlhf.rollout.vllm import process_guard as guard
 from lrlhf.rollout.vllm.process import ServerProcess, ServerStartError
 from lrlhf.run.supervision import deadlines
 
@@ -78,7 +78,7 @@ import os, signal, sys, time, types
 # the packages around the module import torch, which would take longer than the test
 for name in ("lrlhf", "lrlhf.rollout", "lrlhf.rollout.vllm"):
     sys.modules[name] = types.ModuleType(name)
-    sys.modules[name].__path__ = [sys.argv[1]]
+    sys.modules[name].__path__ = ["/".join([sys.argv[1], *name.split(".")[1:]])]
 from pathlib import Path
 from lrlhf.rollout.vllm import process
 # a shell that starts pytest in the background has it ignored
@@ -194,9 +194,9 @@ def test_a_stop_without_the_guard_waits_until_all_have_ended(
     server = fake.ready("stubborn")
     os.kill(fake.pid_of("guard"), signal.SIGKILL)
     with monkeypatch.context() as patched:
-        patched.setattr(process, "_KILL_SECONDS", 0.1)
+        patched.setattr(guard, "_KILL_SECONDS", 0.1)
         patched.setattr(os, "killpg", lambda *_: None)  # as where a device holds a process
-        with pytest.raises(RuntimeError, match=r"processes \[\d+\] of the server do not end"):
+        with pytest.raises(RuntimeError, match=r"processes \[\d+\] do not end"):
             server.stop()
     assert not server.stop()
     assert not fake.pids()

@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import lrlhf.serving.batcher as batcher
-import lrlhf.serving.connections as connections
 import lrlhf.serving.server as server_module
+import lrlhf.web.connections as connections
 from lrlhf.rewards import LearnedReward
-from lrlhf.serving.body import holds_more_values
+from lrlhf.web.body import holds_more_values
 from tests.serving.conftest import (
     Listening,
     Serving,

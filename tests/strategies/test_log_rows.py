@@ -8,6 +8,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, Logger
+from torch import Tensor
 
 from tests.loggers.runs import KilledAfterSaving, KilledError, Killer, Toy, train
 
@@ -131,3 +132,29 @@ def test_it_stands_before_the_callbacks_that_log(tmp_path: Path) -> None:
     train(tmp_path, [Notebook(rows)], Greets())
     # the second greeting is of the second process, and follows what was gone back to
     assert [step for step, metrics in rows if "hello" in metrics] == [0, 3]
+
+
+class Seldom(Toy):
+    """Measures something in the first micro-batch of each third step."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.trainer.global_step % 3 == 0:
+            first = not self.automatic_optimization or batch_idx % 2 == 0
+            if first:
+                self.log("a/seldom", float(self.trainer.global_step), batch_size=1)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("automatic", [False, True])
+def test_a_row_holds_what_its_step_has_measured_and_no_value_of_an_earlier_one(
+    tmp_path: Path, automatic: bool
+) -> None:
+    options = {"accumulate_grad_batches": 2} if automatic else {}
+    rows: list[Any] = []
+    module = Seldom(automatic=automatic)
+    train(tmp_path, [Notebook(rows)], module=module, ckpt_path=None, max_steps=5, **options)
+    # rows are numbered by the steps that are done, values are those before
+    of_steps = {step: row for step, row in rows if "train/loss" in row}
+    assert sorted(of_steps) == [1, 2, 3, 4, 5]
+    measured = {step: row["a/seldom"] for step, row in of_steps.items() if "a/seldom" in row}
+    assert measured == {1: 0.0, 4: 3.0}

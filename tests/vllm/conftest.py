@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lrlhf.process_guard import descendants
 from lrlhf.rollout import VLLMEngine, VLLMServerEngine
-from lrlhf.rollout.vllm.process_guard import descendants
 from tests.vllm.models import build_policy, guard_of, new_server
 
 HERE = Path(__file__).parent

@@ -9,9 +9,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lrlhf.process_guard import descendants, send_signal
 from lrlhf.rollout import Sampling, SyncedEngine, VLLMServerEngine
 from lrlhf.rollout.vllm.client import ServerClient
-from lrlhf.rollout.vllm.process_guard import descendants, send_signal
 from lrlhf.rollout.vllm.server import StartedServer
 from lrlhf.types import PromptBatch, Rollout
 from tests.conftest import build_language_model

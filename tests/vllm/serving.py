@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lrlhf.rollout.vllm.process_guard import descendants
+from lrlhf.process_guard import descendants
 from lrlhf.rollout.vllm.support import free_port
 from tests.forked import Popen
 

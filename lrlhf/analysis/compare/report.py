@@ -23,6 +23,7 @@ from lrlhf.analysis.compare.configs import ConfigDiff, config_diff, same_seeds
 from lrlhf.analysis.compare.costs import Cost, cost_of
 from lrlhf.analysis.compare.evaluations import read_evaluation
 from lrlhf.analysis.compare.matching import Match, Side
+from lrlhf.secrets import escaped
 
 
 class Report(NamedTuple):
@@ -113,25 +114,30 @@ def notes(report: Report, step: str) -> Iterator[str]:
             yield f"The same seed twice: {told}. Runs of one side are to differ in their seeds."
 
 
+def _text(text: str, style: str = "") -> Text:
+    """Return words without markup, and without what a terminal would act on."""
+    return Text(escaped(text), style=style)
+
+
 def _parts(report: Report, step: str) -> Iterator[RenderableType]:
     for one, letters in zip(report.comparisons, report.letters, strict=True):
-        yield Text(words.answer(one, *letters), style="bold")
-    yield Text("")
+        yield _text(words.answer(one, *letters), style="bold")
+    yield _text("")
     for letter, side in report.sides.items():
         runs = ", ".join(f"{one.folder} (step {one.step})" for one in side.evaluations)
-        yield Text(f"{letter}: {runs}")
+        yield _text(f"{letter}: {runs}")
     for one, letters, diff in zip(report.comparisons, report.letters, report.configs, strict=True):
-        yield Text("")
+        yield _text("")
         yield _metrics(one, letters)
-        yield Text(words.wins_and_losses(one, *letters))
+        yield _text(words.wins_and_losses(one, *letters))
         for sentence in words.notes(one, *letters):
-            yield Text(sentence)
+            yield _text(sentence)
         if one.power is not None:
-            yield Text(words.power_sentence(one, one.power))
+            yield _text(words.power_sentence(one, one.power))
             yield _table(words.needs(one, one.power))
         yield from _configs(diff, letters)
     for sentence in notes(report, step):
-        yield Text(sentence)
+        yield _text(sentence)
 
 
 def _print_costs(rows: Sequence[Sequence[Any]], console: Console) -> None:
@@ -155,7 +161,7 @@ def _metrics(found: Comparison, letters: tuple[str, str]) -> Table:
     for row in (found.main, *found.others, *found.subsets):
         name = row.subset or row.metric
         style = "bold" if row is found.main else ""
-        table.add_row(Text(name), f"{row.prompts:,}", *words.cells(row), style=style)
+        table.add_row(_text(name), f"{row.prompts:,}", *words.cells(row), style=style)
     table.caption = family_note(found)
     return table
 
@@ -174,7 +180,7 @@ def family_note(found: Comparison) -> str:
 
 def _configs(diff: ConfigDiff, letters: tuple[str, str]) -> Iterator[RenderableType]:
     for sentence in config_sentences(diff):
-        yield Text(sentence)
+        yield _text(sentence)
     if diff.changes:
         yield _table([["option", *letters], *map(list, diff.changes)], left=True)
 
@@ -186,7 +192,7 @@ def _table(rows: Sequence[Sequence[Any]], *, left: bool = False) -> Table:
         justify: Literal["left", "right"] = "left" if left or not index else "right"
         table.add_column(name, overflow="fold", justify=justify, min_width=len(name))
     for row in rows[1:]:
-        table.add_row(*(Text(one if isinstance(one, str) else _shown(one)) for one in row))
+        table.add_row(*(_text(one if isinstance(one, str) else _shown(one)) for one in row))
     return table
 
 

@@ -22,6 +22,7 @@ from lrlhf.callbacks.reports.curves import Curve, draw_curve, draw_panels
 from lrlhf.callbacks.rollout_log import RolloutLog
 from lrlhf.modules.contracts import Measured, SamplesResponses
 from lrlhf.run.run_folder import HasRunFolder, run_folder
+from lrlhf.secrets import escaped
 
 _EXPORTED, _RESUMED = "trained model", "last checkpoint"
 
@@ -101,7 +102,7 @@ class RunReport(KeepsArguments, L.Callback):
         if commands := _commands(trainer, places):
             lines += ["next:", *_listed(commands)]
         # not the module's, which asks the progress bar: a bar that has ended prints nothing
-        trainer.print("\n".join(["", *lines]))
+        trainer.print(escaped("\n".join(["", *lines])))
 
     def _reached(self, trainer: L.Trainer) -> list[str]:
         """A line for each metric, and one that says so where nothing was done."""

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
+from lrlhf.bounded_templates import render_jinja_template
 from lrlhf.datamodules.loading.sources import Row
 from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.columns import structure_of, whole_text, wrong_type

@@ -10,8 +10,8 @@ from typing import Any
 
 import jinja2
 import jinja2.meta
-from jinja2.sandbox import SandboxedEnvironment
 
+from lrlhf.bounded_templates import BoundedEnvironment
 from lrlhf.datamodules.loading.sources import Row
 from lrlhf.datamodules.rows.bad_rows import BadRow, missing_column
 from lrlhf.datamodules.rows.chat import ChatFormat, read_messages
@@ -80,7 +80,7 @@ class PromptTemplate:
     """A jinja2 template over the columns of a row, rendered in a sandbox."""
 
     def __init__(self, template: str) -> None:
-        environment = SandboxedEnvironment(
+        environment = BoundedEnvironment(
             undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False
         )
         try:

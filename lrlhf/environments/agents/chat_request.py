@@ -48,8 +48,8 @@ class ChatRequest(NamedTuple):
     """Options of the client's that have no effect."""
 
 
-def read_chat_request(content: bytes) -> ChatRequest:
-    """Read and check the body of a request.
+def read_chat_request(value: Any) -> ChatRequest:
+    """Check the body of a request, which `parse_json` has read.
 
     Content becomes text, arguments of calls become objects and a developer becomes the system, as
     chat templates take them. What is empty is left out, and all else stays in the message.
@@ -58,12 +58,9 @@ def read_chat_request(content: bytes) -> ChatRequest:
         RefusedError: It is malformed, or asks for what the endpoint does not have.
     """
     try:
-        value = from_json(content, allow_inf_nan=False)
         body = _Body.model_validate(value, strict=True)
     except ValidationError as error:
         raise _told(error) from error
-    except ValueError as error:
-        raise RefusedError(f"the body is no JSON: {error}") from error
     others = body.model_extra or {}
     for name, accepted in _ACCEPTED.items():
         if others.get(name) not in (None, [], *accepted):

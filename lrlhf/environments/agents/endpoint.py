@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import math
 import os
 import secrets
 import socket
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import uvicorn
@@ -25,7 +27,10 @@ from lrlhf.background import EventLoop
 from lrlhf.environments.agents.chat_answer import ChatAnswer, completion, refusal
 from lrlhf.environments.agents.chat_request import ChatRequest, RefusedError, read_chat_request
 from lrlhf.environments.session import Asked
-from lrlhf.open_files import allow_connections
+from lrlhf.secrets import safe
+from lrlhf.web.body import Body, RefusedRequestError, parse_json
+from lrlhf.web.connections import KEEP_ALIVE_SECONDS, Connection, Door, room_for
+from lrlhf.web.defects import log_defect
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +38,18 @@ MODEL: Final = "policy"
 """What the endpoint calls its model; clients may ask for any other."""
 _PATHS: Final = "POST /v1/chat/completions, GET /v1/models"
 _BACKLOG: Final = 2048
-_KEEP_ALIVE_SECONDS: Final = 30
 _CLOSE_SECONDS: Final = 5.0
-MAX_BODY_BYTES: Final = 8 * 2**20
-"""Of a request; nobody else is served while one is parsed."""
+MAX_BODY_BYTES: Final = 8_000_000
+"""Of a request."""
+_MAX_VALUES: Final = 200_000
+"""Of the JSON in it, see `parse_json`."""
+_SMALL: Final = 65_536
+"""Bytes of a body that is parsed at once."""
+_BODY_SECONDS: Final = 60.0
+_MAX_CONNECTIONS: Final = 4096
+"""Of agents, each of which takes two; beyond, those without a key have to go."""
+_MAX_WARNED: Final = 20
+"""Names of options without effect that are warned of."""
 
 
 class ConversationOverError(Exception):
@@ -153,7 +166,7 @@ class ChatEndpoint:
         self._server = None
 
     def _started(self) -> _Server:
-        allow_connections()  # of agents, each of which takes two
+        door = Door(room_for(_MAX_CONNECTIONS), math.inf, lambda _: None)
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         address = (self._host, self._port)
         listener = socket.create_server(address, family=family, backlog=_BACKLOG)
@@ -161,14 +174,14 @@ class ChatEndpoint:
         server = uvicorn.Server(
             uvicorn.Config(
                 _app(self._conversations),
-                http="h11",
+                http=partial(Connection, door),  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
                 access_log=False,
                 log_config=None,
                 log_level="error",
                 server_header=False,
-                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=1,
             )
         )
@@ -233,7 +246,8 @@ class _Conversations:
                 waiting.discard(question)
 
     def _warn(self, request: ChatRequest) -> None:
-        new = [name for name in request.ignored if name not in self._warned]
+        room = _MAX_WARNED - len(self._warned)
+        new = [safe(name[:60]) for name in request.ignored if name[:60] not in self._warned][:room]
         if new:
             self._warned.update(new)
             logger.warning(
@@ -244,12 +258,15 @@ class _Conversations:
 
 
 def _app(conversations: _Conversations) -> Starlette:
+    reader = ThreadPoolExecutor(1, "agents-reader")
+
     async def complete(request: Request) -> Response:
         key = _key(request)
         if not conversations.has(key):
             return _no_such_key()
         try:
-            asked = read_chat_request(await _body(request))
+            request.state.known = True  # see Connection
+            asked = await _read(request, reader)
             return completion(asked, await conversations.answer(key, asked, request))
         except RefusedError as error:
             return refusal(error.status, error.problem, code=error.code, param=error.param)
@@ -257,6 +274,9 @@ def _app(conversations: _Conversations) -> Starlette:
             return refusal(410, "the conversation is over: this key is not served any more")
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
+        except Exception as error:  # noqa: BLE001  the next request may be answered
+            log_defect("a defect of the endpoint,", error)
+            return refusal(500, "the server failed to answer; its log says why")
 
     async def models(request: Request) -> Response:
         if not conversations.has(_key(request)):
@@ -269,31 +289,35 @@ def _app(conversations: _Conversations) -> Starlette:
             Route("/v1/chat/completions", complete, methods=["POST"]),
             Route("/v1/models", models, methods=["GET"]),
         ],
-        exception_handlers={HTTPException: _answer_http_error, Exception: _answer_error},
+        exception_handlers={HTTPException: _answer_http_error},
     )
 
 
-async def _body(request: Request) -> bytes:
-    """Read the body, but no further than is allowed; the server throws the rest away.
+async def _read(request: Request, reader: ThreadPoolExecutor) -> ChatRequest:
+    """Read the body, but no further than is allowed; nobody waits while a large one is parsed.
 
     Raises:
-        RefusedError: There is more, or will be by the client's own account.
+        RefusedError: It is too large, too slow or malformed.
         ClientDisconnect: The client has gone.
     """
-    content = bytearray()
-    size = int(request.headers.get("content-length", 0))
-    if size <= MAX_BODY_BYTES:
-        async for part in request.stream():
-            content += part
-            size = len(content)
-            if size > MAX_BODY_BYTES:
-                break
-    if size > MAX_BODY_BYTES:
-        raise RefusedError(
-            f"the body has more than {MAX_BODY_BYTES:,} bytes: send a shorter conversation",
-            status=413,
-        )
-    return bytes(content)
+    body = Body(request)
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            content = await body.read(MAX_BODY_BYTES)
+        if len(content) <= _SMALL:
+            return _parsed(content)
+        return await asyncio.get_running_loop().run_in_executor(reader, _parsed, content)
+    except RefusedRequestError as error:
+        await body.discard()
+        status = 400 if error.status == 422 else error.status  # as OpenAI's
+        raise RefusedError(error.detail, status=status) from error
+    except TimeoutError as error:
+        what = f"the body did not arrive within {_BODY_SECONDS:g} s"
+        raise RefusedError(what, status=408) from error
+
+
+def _parsed(content: bytearray) -> ChatRequest:
+    return read_chat_request(parse_json(content, _MAX_VALUES))
 
 
 async def _while_connected(question: Question, client: Request) -> ChatAnswer:
@@ -331,11 +355,6 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path} is not served; there are {_PATHS}"
     return refusal(error.status_code, what, code="not_found")
-
-
-async def _answer_error(request: Request, error: Exception) -> Response:
-    del request, error  # which the server logs
-    return refusal(500, "the server failed to answer; its log says why")
 
 
 def _address(listener: socket.socket) -> str:

@@ -10,6 +10,7 @@ import peft
 from peft.utils.constants import EMBEDDING_LAYER_NAMES
 from transformers import PreTrainedModel
 
+from lrlhf.models.loading.model_sources import explained
 from lrlhf.models.loading.unread import standing_in
 from lrlhf.models.output_head import is_tied
 
@@ -78,7 +79,8 @@ def add_adapters(
             with standing_in(model):
                 adapted = peft.get_peft_model(model, config)
                 if lora.source is not None:
-                    _load(adapted, lora.source)
+                    with explained(lora.source):
+                        _load(adapted, lora.source)
                 return adapted
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"lora does not fit {type(model).__name__}: {error}") from error

@@ -64,7 +64,9 @@ def model_config(spec: PretrainedSpec) -> PreTrainedConfig:
     if isinstance(found, str) or found.suffix != ".gguf":
         config = load_config(spec.source, **spec.of_hub)
     else:
-        config = AutoConfig.from_pretrained(found.parent, gguf_file=found.name)
+        config = AutoConfig.from_pretrained(
+            found.parent, gguf_file=found.name, trust_remote_code=False
+        )
         config.dtype = torch.bfloat16  # of what the file is converted to
     if not spec.dropout:
         clear_dropout(config)

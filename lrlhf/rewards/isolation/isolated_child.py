@@ -39,6 +39,8 @@ class Child:
     def __init__(self, requests: BinaryIO, replies: BinaryIO) -> None:
         self._requests = requests
         self._replies = replies
+        self._process = os.getpid()
+        self._number = 0
         self._function: Callable[..., Any]
 
     def run(self) -> None:
@@ -120,12 +122,16 @@ class Child:
         A pickle is read here, and only here: it comes from the parent, never the other way.
         """
         try:
-            return pickle.load(self._requests)
+            request = pickle.load(self._requests)
         except (EOFError, pickle.UnpicklingError):  # the parent may end in the midst of one
             return None
+        self._number = request["number"]
+        return request
 
     def _reply(self, reply: Mapping[str, Any]) -> None:
-        self._replies.write(json.dumps(reply).encode() + b"\n")
+        if os.getpid() != self._process:
+            os._exit(0)  # a fork, which came back from the function too: one of them answers
+        self._replies.write(json.dumps({**reply, "number": self._number}).encode() + b"\n")
         self._replies.flush()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -18,11 +17,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lrlhf.process_guard import end_guarded, guarded
 from lrlhf.rewards.function import RewardError
 
 _CHUNK = 2**16
 _TAIL = 2000
 _MAX_REPLY = 16 * 10**6
+_GRACE_S = 0.0
+"""Between SIGTERM and SIGKILL."""
+_SIGNALLED = 128
+"""Is added to the number of the signal that ended a process, in the status of its guard."""
 _CHILD = Path(__file__).with_name("isolated_child.py")
 _PASSED_ON = (
     "PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH",
@@ -37,10 +41,11 @@ class WorkerError(Exception):
 
 
 class Worker:
-    """A process with a process group of its own, killed with it at the first disobedience.
+    """A process under a guard, which ends it with all that it started at the first disobedience.
 
     It is started when it is needed, and again after it was killed. Requests are pickles, as their
-    content is the parent's; replies are JSON, as it is not.
+    content is the parent's; replies are JSON, as it is not. Each has the number of its request, as
+    a function may fork, and who comes back from it twice would answer the next request too.
 
     Args:
         name: Of the function, for messages.
@@ -65,6 +70,7 @@ class Worker:
         self._env = env
         self._start_timeout = start_timeout
         self._output = b""
+        self._asked = 0
         self._end: weakref.finalize[..., Worker] | None = None
         self.greeting: dict[str, Any] = {}
         """What the process told of its function."""
@@ -123,8 +129,9 @@ class Worker:
         self._replies, reply_end = os.pipe()
         self._printed, output_end = os.pipe()
         try:
+            command = [sys.executable, "-P", str(_CHILD), str(request_end), str(reply_end)]
             self._process = subprocess.Popen(
-                [sys.executable, "-P", str(_CHILD), str(request_end), str(reply_end)],
+                guarded(command, grace=_GRACE_S),
                 pass_fds=(request_end, reply_end),
                 stdin=subprocess.DEVNULL,
                 stdout=output_end,
@@ -141,10 +148,14 @@ class Worker:
         self._end = weakref.finalize(self, _end, self._process, folder, mine, os.getpid())
 
     def _told(self, request: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+        self._asked += 1
+        numbered = {**request, "number": self._asked}
         try:
-            reply = json.loads(self._exchange(pickle.dumps(request), timeout))
+            reply = json.loads(self._exchange(pickle.dumps(numbered), timeout))
             if not isinstance(reply, dict):
                 raise WorkerError(f"its reply is a JSON {type(reply).__name__}, not an object")
+            if reply.pop("number", None) != self._asked:
+                raise WorkerError("it sent a reply that nobody asked for")
         except BaseException as error:
             self.close()  # a reply to an abandoned request would be taken for the next one's
             if not isinstance(error, WorkerError | ValueError | RecursionError):
@@ -159,9 +170,8 @@ class Worker:
 
     def kill(self) -> None:
         """Kill the process, from another thread too: who waits for its reply hears of it."""
-        if self.alive and self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        if self.alive:
+            self._process.terminate()
 
     def close(self) -> None:
         """Kill the process and what it started, and remove its folder."""
@@ -219,8 +229,9 @@ class Worker:
             selector.register(self._printed, selectors.EVENT_READ)
             while selector.select(0) and self._read_output():
                 pass
-        if status < 0:
-            return f"its process was killed by {signal.Signals(-status).name}"
+        if status < 0 or status > _SIGNALLED:  # the guard itself, or what it tells of the process
+            number = -status if status < 0 else status - _SIGNALLED
+            return f"its process was killed by {signal.Signals(number).name}"
         return f"its process ended with exit status {status}"
 
 
@@ -239,7 +250,5 @@ def _end(
         os.close(end)
     if os.getpid() != owner:  # in a fork of the owner, whose process it is not
         return
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    end_guarded(process, grace=_GRACE_S)
     folder.cleanup()

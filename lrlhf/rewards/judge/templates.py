@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import jinja2
 import jinja2.meta
-from jinja2.sandbox import SandboxedEnvironment
 
+from lrlhf.bounded_templates import BoundedEnvironment
 from lrlhf.rewards.function import RewardError, content_text
 from lrlhf.rewards.judge.verdicts import LETTERS
 from lrlhf.types import Prompt
@@ -90,7 +90,7 @@ class JudgeTemplate:
     """
 
     def __init__(self, text: str) -> None:
-        environment = SandboxedEnvironment(
+        environment = BoundedEnvironment(
             undefined=jinja2.StrictUndefined, trim_blocks=True, autoescape=False
         )
         try:

@@ -14,8 +14,8 @@ import numpy as np
 from jinja2 import TemplateError
 from PIL import Image
 from torch import Tensor
-from transformers.utils.chat_template_utils import render_jinja_template
 
+from lrlhf.bounded_templates import render_jinja_template
 from lrlhf.media import Video
 from lrlhf.rewards.function import (
     Completion,

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-import psutil
-
-from lrlhf.rollout.vllm import process_guard
+from lrlhf.process_guard import end_guarded, guarded
 
 GRACE = 3.0
 """Seconds between SIGTERM and SIGKILL.
@@ -25,8 +21,6 @@ GRACE = 3.0
 ``_CHILDREN_S`` of `lrlhf.run.supervision.deadlines` must be at least a second longer: a run that
 ends at its deadline would else kill the guard before that has ended all others.
 """
-_KILL_SECONDS = 10.0
-"""How long what SIGKILL was sent to may take to end."""
 _TAIL_LINES = 30
 _TAIL_BYTES = 256 * 1024
 _SECRET_NAME = re.compile(r"(key|token|secret|password)$", re.IGNORECASE)
@@ -39,7 +33,7 @@ class ServerStartError(RuntimeError):
 class ServerProcess:
     """Runs a server under a guard that ends all its processes with this one.
 
-    When this process ends, killed or not, the guard (see `lrlhf.rollout.vllm.process_guard`)
+    When this process ends, killed or not, the guard (see `lrlhf.process_guard`)
     notices and ends the server with everything that it started.
 
     Args:
@@ -61,16 +55,10 @@ class ServerProcess:
         """Start the server and return at once."""
         self._trainer = os.getpid()
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
-        # isolated, as the environment is the server's, but with this process's packages
-        script = (
-            f"import runpy, sys; sys.path[:] = {list(map(str, sys.path))!a}; "
-            f"runpy.run_path({process_guard.__file__!a}, run_name='__main__')"
-        )
-        guard = [sys.executable, "-I", "-c", script, str(self._trainer), str(GRACE)]
         with self._log_file.open("ab") as log:
             self._log_start = log.tell()
             self._guard = subprocess.Popen(
-                [*guard, *self._command],
+                guarded(self._command, grace=GRACE),
                 env=self._env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -142,38 +130,10 @@ class ServerProcess:
         if self._guard is None or os.getpid() != self._trainer:
             return False
         ran = self.is_running
-        self._guard.terminate()
-        try:
-            code = self._guard.wait(GRACE + 10)
-        except subprocess.TimeoutExpired:
-            self._guard.kill()
-            code = self._guard.wait()
-        if code < 0:  # it was killed and could end nothing, but its process group has its number
-            _kill_group(self._guard.pid)
+        code = end_guarded(self._guard, grace=GRACE)
         self._guard = None
         atexit.unregister(self.stop)
         return ran and code == 128 + signal.SIGTERM
-
-
-def _kill_group(group: int) -> None:
-    """End a process group; returns when none of its processes is left."""
-    deadline = time.monotonic() + _KILL_SECONDS
-    while left := _living_members(group):
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"processes {left} of the server do not end on SIGKILL")
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
-        time.sleep(0.02)
-
-
-def _living_members(group: int) -> list[int]:
-    """List the processes of a group, without zombies that nobody has collected yet."""
-    living = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):  # it ended in this moment
-            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
-                living.append(process.pid)
-    return living
 
 
 def root_cause(log: str) -> str | None:

@@ -18,7 +18,7 @@ import lightning as L
 import psutil
 
 from lrlhf.arguments import KeepsArguments
-from lrlhf.rollout.vllm.process_guard import descendants, send_signal
+from lrlhf.process_guard import descendants, send_signal
 
 _HOUR = 3600.0
 _STDERR: Final = 2

@@ -26,6 +26,7 @@ from types import FrameType
 from typing import Any, Final, ParamSpec, TypeVar
 
 import lightning as L
+import psutil
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -147,6 +148,7 @@ class Watch(L.Callback, RolloutListener):
             signal.signal(_INTERRUPT, self._before)
             self._before = None
         self._ended.set()
+        self._family.end_stopped()
         return_host_memory()
 
     def _timed(self, phase: str, function: Callable[P, R]) -> Callable[P, R]:
@@ -194,6 +196,7 @@ class Watch(L.Callback, RolloutListener):
                 while threading.main_thread().is_alive():
                     time.sleep(self._poll_s)
                 time.sleep(grace)
+        self._family.end_stopped()
         end_process(late, spare={child.pid for child in self._family.children})
 
     def _interrupt(self, signum: int, frame: FrameType | None) -> None:
@@ -326,6 +329,16 @@ class _Family:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(max(deadline - time.monotonic(), 0))
             child.kill()
+
+    def end_stopped(self) -> None:
+        """Kill ranks of this machine that were stopped: they hear of no end, and of no signal."""
+        with contextlib.suppress(psutil.Error):
+            others = [psutil.Process(child.pid) for child in self.children if child.poll() is None]
+            if self._parent is not None:
+                others += psutil.Process(self._parent).children()
+            for process in others:
+                if process.status() == psutil.STATUS_STOPPED:
+                    process.kill()
 
     def _find_parent(self, trainer: L.Trainer) -> int | None:
         """Process id of who launched this one, if that is part of the run.

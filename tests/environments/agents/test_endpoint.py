@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import gc
 import itertools
 import json
@@ -18,9 +19,11 @@ import pytest
 from openai import OpenAI
 
 from lrlhf.environments.agents import ChatEndpoint, call_ids
+from lrlhf.environments.agents import endpoint as agents_endpoint
 from lrlhf.environments.agents.chat_answer import ChatAnswer
 from lrlhf.environments.agents.endpoint import MAX_BODY_BYTES, Question
 from lrlhf.environments.session import Asked, TurnTokens
+from lrlhf.web import connections
 from tests.environments.agents.policy import ADD, serving
 from tests.forked import run
 
@@ -167,8 +170,69 @@ def test_a_body_that_is_too_large_is_refused(endpoint: ChatEndpoint, declared: b
 
     with httpx.Client() as client:
         told = ask(MAX_BODY_BYTES + 1)
-        assert (told.status_code, ask(MAX_BODY_BYTES).status_code) == (413, 200)
-    assert told.json()["error"]["message"].startswith("the body has more than 8,388,608 bytes")
+        # the length of chunks is not known before they have come
+        statuses = (413, 200) if declared else (411, 411)
+        assert (told.status_code, ask(MAX_BODY_BYTES).status_code) == statuses
+    if declared:
+        assert told.json()["error"]["message"].startswith("the body has more than 8 MB")
+
+
+@contextlib.contextmanager
+def connected(endpoint: ChatEndpoint, sends: bytes = b"") -> Iterator[socket.socket]:
+    base_url, _ = endpoint.enter(Answers(ChatAnswer(SAYS)))
+    url = urlsplit(base_url)
+    with socket.create_connection((url.hostname, url.port), timeout=30) as connection:
+        connection.sendall(sends)
+        yield connection
+
+
+def test_strangers_with_half_a_request_make_room_for_those_who_are_known(
+    endpoint: ChatEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agents_endpoint, "_MAX_CONNECTIONS", 20)
+    with client_of(endpoint, Answers(ChatAnswer(SAYS))) as client, contextlib.ExitStack() as held:
+        assert client.chat.completions.create(model="any", messages=HI).choices
+        half = b"POST /v1/chat/comp"
+        strangers = [held.enter_context(connected(endpoint, half)) for _ in range(60)]
+        assert client.chat.completions.create(model="any", messages=HI).choices
+        # those that came first have gone
+        assert strangers[0].recv(1) == b""
+        assert post(endpoint, {"messages": HI}).status_code == 200
+
+
+def test_half_a_head_and_half_a_body_are_waited_for_so_long(
+    endpoint: ChatEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "_HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(agents_endpoint, "_BODY_SECONDS", 0.3)
+    with connected(endpoint, b"POST /v1/chat/comp") as slow:
+        assert slow.recv(1) == b""
+    _, key = endpoint.enter(Answers(ChatAnswer(SAYS)))
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {key}\r\n"
+    with connected(endpoint, f"{head}content-length: 100\r\n\r\n{{".encode()) as slow:
+        assert slow.recv(65536).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_body_of_many_values_is_refused_before_it_is_parsed(endpoint: ChatEndpoint) -> None:
+    body = b'{"messages": [' + b"[]," * 300_000 + b"[]]}"
+    answer = post(endpoint, body)
+    assert answer.status_code == 413
+    assert "more than 200000 values" in answer.json()["error"]["message"]
+
+
+def test_the_log_has_no_line_for_every_request(
+    endpoint: ChatEndpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "lrlhf")
+    for number in range(120):
+        post(endpoint, {"messages": HI, f"option{number}\x1b": 1})
+    assert len(caplog.messages) == 20
+    assert "option0\\x1b" in caplog.messages[0]
+    caplog.clear()
+    for _ in range(12):
+        assert post(endpoint, {"messages": HI}, lambda _: 1 / 0).status_code == 500
+    assert len(caplog.messages) == 2
+    assert caplog.messages[1].endswith("10 times by now")
 
 
 def test_ids_of_calls_keep_their_length() -> None:
@@ -181,10 +245,10 @@ def test_the_list_of_models(endpoint: ChatEndpoint) -> None:
 
 
 BAD: list[tuple[Any, str]] = [
-    (b"{", "the body is no JSON: EOF while parsing an object at line 1 column 1"),
-    (b"\xff", "the body is no JSON"),
-    (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "the body is no JSON"),
-    (b'{"messages": NaN}', "the body is no JSON"),
+    (b"{", "body: it is no JSON: EOF while parsing an object at line 1 column 1"),
+    (b"\xff", "body: it is no JSON"),
+    (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "body: it is no JSON"),
+    (b'{"messages": NaN}', "body: it is no JSON"),
     ([], "the body: Input should be"),
     ({}, "messages: Field required"),
     ({"messages": []}, "messages: List should have at least 1 item"),

@@ -12,10 +12,33 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
-from lrlhf.serving.limits import RefusedRequestError, RequestLimits, malformed
-
 _DISCARD_BYTES = 64_000_000
 _DISCARD_SECONDS = 5.0
+
+
+class RefusedRequestError(ValueError):
+    """A request that is answered with a status of its own and one sentence.
+
+    Args:
+        detail: What is wrong and what to do, for the client; quotes nothing of the body but names.
+        status: HTTP status.
+        reason: A word or two that such answers are counted by.
+        retry_after: Seconds after which it may be tried again; None: it would fail again.
+    """
+
+    def __init__(
+        self, detail: str, *, status: int = 422, reason: str, retry_after: int | None = None
+    ) -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.status = status
+        self.reason = reason
+        self.retry_after = retry_after
+
+
+def malformed(place: str, what: str) -> RefusedRequestError:
+    """Return the answer to a body with something wrong at a place such as ``prompts[2]``."""
+    return RefusedRequestError(f"{place}: {what}", reason="malformed")
 
 
 class Body:
@@ -26,7 +49,7 @@ class Body:
         self._declared = request.headers.get("content-length", "")
         self._ended = False
 
-    async def read(self, limit: int, weigh: Callable[[int], None]) -> bytearray:
+    async def read(self, limit: int, weigh: Callable[[int], object] = lambda _: None) -> bytearray:
         """Read all of it, unless there are more bytes, or will be by the client's own account.
 
         After each part ``weigh`` is told how many have come.
@@ -41,8 +64,8 @@ class Body:
             too_large = len(content) > limit
         if too_large:
             raise RefusedRequestError(
-                f"the body has more than {limit / 1e6:g} MB: send fewer items at once, or raise "
-                "the service's max_request_mb",
+                f"the body has more than {limit / 1e6:g} MB, the most that this service "
+                "takes in one request: send less at once",
                 status=413,
                 reason="too large",
             )
@@ -82,16 +105,16 @@ def check_headers(request: Request) -> None:
         )
 
 
-def parse_json(content: bytes | bytearray, limits: RequestLimits) -> Any:
+def parse_json(content: bytes | bytearray, max_values: int) -> Any:
     """Parse a body, and refuse what is no JSON in UTF-8, has too many values or is too deep.
 
     So are NaN, infinite numbers and lone halves of surrogate pairs. Nothing else runs while JSON is
     parsed, and an empty list in two letters takes sixty bytes: values are counted before.
     """
-    if holds_more_values(content, limits.max_values):
+    if holds_more_values(content, max_values):
         raise RefusedRequestError(
-            f"the body has more than {limits.max_values} values: send fewer items at once, or "
-            "raise the service's max_values",
+            f"the body has more than {max_values} values, the most that this service takes in one "
+            "request: send less at once",
             status=413,
             reason="too many values",
         )

@@ -1,6 +1,7 @@
 """Runs a command and ends all its processes as soon as the process that asked for it is gone.
 
-A script, which needs psutil only:
+A function or server that others wrote may fork, start sessions of its own and leave daemons behind:
+no process group holds them. A script, which needs psutil only, see `guarded`:
 
     python process_guard.py TRAINER GRACE COMMAND...
 
@@ -9,7 +10,8 @@ and all its descendants end when the trainer is gone, when the guard gets SIGTER
 and when the command itself ended. The guard exits once none is left: with the command's code if
 that ended by itself (128 + n after signal n), 128 + n if the guard got signal n, else with 0.
 
-On Linux the guard adopts orphans, so that no descendant can leave it.
+On Linux the guard adopts orphans, so that no descendant can leave it. The command inherits the
+open files that the guard was given.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -30,6 +33,68 @@ LOOK_SECONDS = 0.2
 """How often the guard looks whether the trainer and the command are still there."""
 TRACKER_SECONDS = 0.5
 """How long a resource tracker may outlive the others, to remove their shared memory."""
+_KILL_SECONDS = 10.0
+"""How long what SIGKILL was sent to may take to end."""
+
+
+def guarded(command: Sequence[str], *, grace: float) -> list[str]:
+    """Return the command line of a guard of this process; see `end_guarded`.
+
+    Args:
+        command: What is guarded.
+        grace: Seconds between SIGTERM and SIGKILL.
+    """
+    # isolated, as the environment is the command's, but with this process's packages
+    script = (
+        f"import runpy, sys; sys.path[:] = {list(map(str, sys.path))!a}; "
+        f"runpy.run_path({__file__!a}, run_name='__main__')"
+    )
+    return [sys.executable, "-I", "-c", script, str(os.getpid()), str(grace), *command]
+
+
+def end_guarded(guard: subprocess.Popen[bytes], *, grace: float) -> int:
+    """End what a guard watches over; returns the guard's code when none of its processes is left.
+
+    Args:
+        guard: Started from what `guarded` returned, in a session of its own.
+        grace: As there.
+
+    Raises:
+        RuntimeError: The guard was killed, and what it left does not even end on SIGKILL.
+    """
+    guard.terminate()
+    left: list[psutil.Process] = []
+    try:
+        code = guard.wait(grace + _KILL_SECONDS)
+    except subprocess.TimeoutExpired:  # it was stopped
+        left = descendants(guard.pid)
+        guard.kill()
+        code = guard.wait()
+    send_signal(left, signal.SIGKILL)
+    if code < 0:  # it was killed and could end nothing, but its process group has its number
+        _kill_group(guard.pid)
+    return code
+
+
+def _kill_group(group: int) -> None:
+    """End a process group; returns when none of its processes is left."""
+    deadline = time.monotonic() + _KILL_SECONDS
+    while left := _living_members(group):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"processes {left} do not end on SIGKILL")
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _living_members(group: int) -> list[int]:
+    """List the processes of a group, without zombies that nobody has collected yet."""
+    living = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):  # it ended in this moment
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                living.append(process.pid)
+    return living
 
 
 def descendants(pid: int) -> list[psutil.Process]:
@@ -111,11 +176,20 @@ def main(trainer: int, grace: float, command: Sequence[str]) -> int:
     orders: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda order, _: orders.append(order))
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    woken, wake = os.pipe()  # by signals, which a sleep would outlast
+    for end in (woken, wake):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(wake)
     adopt_orphans()
     # the guard has one thread, so that a function may run between fork and exec
-    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_guard)
+    server = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_guard, close_fds=False
+    )
     while (code := _code_of(server)) is None and not orders and os.getppid() == trainer:
-        time.sleep(LOOK_SECONDS)
+        select.select([woken], [], [], LOOK_SECONDS)
+        with contextlib.suppress(BlockingIOError):
+            os.read(woken, 4096)
     end_descendants(grace)
     if code is None:
         return 128 + orders[0] if orders else 0

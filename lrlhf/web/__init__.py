@@ -1,0 +1,1 @@
+"""What the services have in common: limits of connections and bodies, and what they log."""
