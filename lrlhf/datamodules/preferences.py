@@ -158,6 +158,8 @@ class PreferenceDataModule(TextDataModule[PairRow, PreferenceBatch]):
         endings = Endings(tokenizer, stops) if answers_only else None
         return RowKind(
             parse=replace(parser, answers_only=answers_only),
+            reached=lambda draft: draft.reached,
+            constants=chat.constants,
             finish=lambda drafts: media.check(tokenize_pairs(tokenizer, drafts, endings)),
             collate=partial(collate_pairs, pad_token_id=int(tokenizer.pad_token_id)),
             keys=lambda row: row.keys,

@@ -64,7 +64,8 @@ class PromptDataModule(TextDataModule[PromptRow, PromptBatch]):
             ``"5 + 3 = 8\n{{ metadata.expression }} ="``.
         as_chat: Make a plain text prompt the user's turn of a chat.
         hh_as_chat: Make the shared ``Human: … Assistant: …`` transcript of a pair a chat.
-        system_prompt: System turn of every chat that has none.
+        system_prompt: System turn of every chat that has none, nor a column ``system`` or
+            ``system_prompt``.
         column_patterns: Regular expressions that cut a column down to what they find, by column:
             ``{answer: "####\\s*(.+)"}``, or ``{"answer -> gold": …}`` for a new column. The first
             group counts.
@@ -135,6 +136,8 @@ class PromptDataModule(TextDataModule[PromptRow, PromptBatch]):
             companion = partial(self._pretraining.stream, reader, data_ranks(trainer))
         return RowKind(
             parse=_parser_of(**{**self._row_options, **changed})(chat, media=media),
+            reached=lambda draft: draft.reached,
+            constants=chat.constants,
             finish=lambda drafts: media.check(tokenize_drafts(tokenizer, drafts)),
             collate=partial(collate_prompts, pad_token_id=int(tokenizer.pad_token_id)),
             keys=lambda row: (_key(row),),

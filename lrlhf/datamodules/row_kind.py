@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -13,7 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from lrlhf.datamodules.loading.loader import Companion
 from lrlhf.datamodules.loading.sources import Component, Entries, Row, components_of
 from lrlhf.datamodules.loading.splits import Located, Split
-from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, BadRows
+from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, BadRows, lost_notes
+from lrlhf.datamodules.rows.conservation import Conservation, Reached
+from lrlhf.datamodules.rows.template_constants import TemplateConstants
 from lrlhf.models import is_split
 
 DraftT = TypeVar("DraftT")
@@ -31,6 +33,9 @@ class RowKind(Generic[DraftT, RowT, BatchT]):
         collate: Makes a batch of rows; must be picklable to reach worker processes.
         finish: Makes rows of what was parsed, many at a time, such as by tokenising; a `BadRow`
             stands for one that cannot be used. None: what was parsed are the rows.
+        reached: Says what has become of a row that was parsed, so that values which reach nothing
+            are named; None: this is not looked at.
+        constants: What the chat template knows by name.
         keys: What a row must not share with a row of the other split, such as its prompt.
         check: Refuses rows that are good one by one and make no sense together, or leaves some
             out; gets the split and what messages call it.
@@ -51,6 +56,8 @@ class RowKind(Generic[DraftT, RowT, BatchT]):
     parse: Callable[[Row, Path | None], DraftT]
     collate: Callable[[Sequence[RowT]], BatchT]
     finish: Callable[[Sequence[DraftT]], Sequence[RowT | BadRow]] | None = None
+    reached: Callable[[DraftT], Reached] | None = None
+    constants: TemplateConstants = TemplateConstants()  # noqa: RUF009  a tuple
     keys: Callable[[RowT], Iterable[str]] = lambda _: ()
     check: Callable[[Split[RowT], str], Split[RowT]] = lambda split, _: split
     texts: Callable[[DraftT], Iterable[str]] = lambda _: ()
@@ -96,6 +103,7 @@ class RowKind(Generic[DraftT, RowT, BatchT]):
         drafts: list[Located[DraftT]] = []
         columns: dict[str, None] = {}
         split = 0
+        parse = self._parser(bad_rows, ours={"source"} if len(components) > 1 else ())
         for index, component in enumerate(components):
             # where there are several sources, the column keeps results apart
             added = {"source": component.name} if len(components) > 1 else {}
@@ -107,7 +115,7 @@ class RowKind(Generic[DraftT, RowT, BatchT]):
                         if isinstance(row, BadRow):
                             raise row
                         columns.update(dict.fromkeys(row))
-                        draft = self.parse({**added, **row, **component.columns}, source.folder)
+                        draft = parse({**added, **row, **component.columns}, source.folder)
                     except BadRow as problem:
                         bad_rows.add(place, problem)
                     else:
@@ -126,8 +134,27 @@ class RowKind(Generic[DraftT, RowT, BatchT]):
         if bad_rows.total == 0:
             names = ", ".join(component.name for component in components)
             raise BadDataError(f"the {bad_rows.what} data is empty: no rows in {names}")
-        bad_rows.notes = [*_split_note(split), *self.notes([row.value for row in rows])]
+        bad_rows.notes = [
+            *_split_note(split),
+            *self.notes([row.value for row in rows]),
+            *lost_notes(bad_rows.lost),
+        ]
         return Split(components, rows, tuple(columns))
+
+    def _parser(
+        self, bad_rows: BadRows, ours: Collection[str]
+    ) -> Callable[[Row, Path | None], DraftT]:
+        """Return what parses rows, and counts what is lost of them."""
+        if self.reached is None:
+            return self.parse
+        conservation = Conservation(self.parse, self.reached, self.constants, ours)
+
+        def parse(row: Row, folder: Path | None) -> DraftT:
+            draft = self.parse(row, folder)
+            bad_rows.lost.update(conservation.lost(row, folder, draft))
+            return draft
+
+        return parse
 
 
 def _split_note(count: int) -> Iterator[str]:

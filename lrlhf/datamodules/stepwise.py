@@ -44,7 +44,8 @@ class StepwiseDataModule(TextDataModule[StepRow, StepBatch]):
         steps_column: Column with the list of steps.
         labels_column: Column with the list of labels.
         as_chat: Make plain prompts the user's turn of a chat.
-        system_prompt: First turn of chats that have none of this role.
+        system_prompt: First turn of chats that have none of this role, nor a column ``system`` or
+            ``system_prompt``.
         step_separator: Text behind each step; None: the module's.
         max_tokens: Longer rows are left out and counted, never cut.
         **options: Those of `TextDataModule` (tokenizer, chat template, tools) and `RowDataModule`
@@ -92,6 +93,8 @@ class StepwiseDataModule(TextDataModule[StepRow, StepBatch]):
         media = media.limited(self._max_tokens, "max_tokens")
         return RowKind(
             parse=StepParser(chat, **{**self._row_options, **changed}),
+            reached=lambda draft: draft.reached,
+            constants=chat.constants,
             finish=lambda drafts: media.check(tokenize_steps(tokenizer, drafts, separator)),
             collate=partial(collate_steps, pad_token_id=int(tokenizer.pad_token_id)),
             keys=lambda row: (row.key,),

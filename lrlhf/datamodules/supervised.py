@@ -34,11 +34,12 @@ class SupervisedDataModule(TextDataModule[SupervisedRow, SupervisedBatch]):
     - ``prompt`` and ``completion``: text, or turns;
     - ``text``: plain text.
 
-    One data set may mix them. Plain text ends with the tokenizer's end-of-sequence token, and so
-    does a chat behind whose last answer the template writes nothing at which generation stops.
-    Images, videos and audio stand in the parts of messages, or in the columns ``image``,
-    ``images``, ``video``, ``videos``, ``audio`` and ``audios``; no loss is on them. The loss is
-    never on the first token of a text.
+    One data set may mix them. A turn of the assistant whose ``weight``, ``train``, ``trainable``,
+    ``loss_mask`` or ``loss`` is 0 or false is not learnt. Plain text ends with the tokenizer's
+    end-of-sequence token, and so does a chat behind whose last answer the template writes nothing
+    at which generation stops. Images, videos and audio stand in the parts of messages, or in the
+    columns ``image``, ``images``, ``video``, ``videos``, ``audio`` and ``audios``; no loss is on
+    them. The loss is never on the first token of a text.
 
     Args:
         train: One source, a list of them, or rows; `Weighted` entries give each a share of an
@@ -56,7 +57,8 @@ class SupervisedDataModule(TextDataModule[SupervisedRow, SupervisedBatch]):
         completion_column: Column with what follows it.
         text_column: Column with a whole text.
         as_chat: Make plain prompts and completions the turns of a chat.
-        system_prompt: First turn of chats that have none of this role.
+        system_prompt: First turn of chats that have none of this role, nor a column ``system`` or
+            ``system_prompt``.
         max_tokens: Longer rows are left out and counted, never cut.
         **options: Those of `TextDataModule` (tokenizer, chat template, tools, media) and
             `RowDataModule` (batch sizes, held-out rows, order, workers).
@@ -101,6 +103,8 @@ class SupervisedDataModule(TextDataModule[SupervisedRow, SupervisedBatch]):
         endings = Endings(tokenizer, of_module(trainer, "end_token_ids") or ())
         return RowKind(
             parse=SupervisedParser(chat, media, **{**self._row_options, **changed}),
+            reached=lambda draft: draft.reached,
+            constants=chat.constants,
             finish=lambda drafts: media.check(tokenize_supervised(tokenizer, drafts, endings)),
             collate=partial(collate_supervised, pad_token_id=int(tokenizer.pad_token_id)),
             keys=lambda row: (row.key,),

@@ -96,6 +96,18 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_weights")
+def test_check_names_what_nothing_reads(
+    model_folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ask = {"role": "user", "content": "say 1", "name": "me"}
+    Path("chats.jsonl").write_text((json.dumps({"prompt": [ask], "gold": "1"}) + "\n") * 2)
+    _write(model_folder, {"train": "chats.jsonl", "batch_size": 2}, NEEDS_GOLD)
+    assert run(["check", "--config", "run.yaml"]) == 0
+    told = "neither the model nor the task reads `name` of turns of the user of 2 rows"
+    assert told in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("no_weights")
 def test_check_says_what_it_looked_at_and_writes_nothing(
     model_folder: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,7 +22,7 @@ PROMPTS: list[tuple[Any, str, str, dict[str, Any]]] = [
     ({"prompt": [{"content": "hi"}]}, "wrong type", "no role", {}),
     ({"prompt": [{"role": "user"}]}, "empty text", "content", {}),
     ({"prompt": [{**USER, "content": 1}]}, "wrong type", "content", {}),
-    ({"prompt": [{"from": "me", "value": "a"}]}, "wrong type", "'me'", {}),
+    ({"prompt": [{"from": "me", "value": "a"}]}, "unknown role", "'me'", {}),
     ({"messages": [{"role": "assistant", "content": "a"}]}, "empty", "", {}),
     ({"chosen": "yes", "rejected": "no"}, "empty text", "share no prompt", {}),
     ({"prompt": [USER], "tools": {"a": 1}}, "wrong type", "'tools'", {}),

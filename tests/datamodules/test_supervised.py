@@ -24,9 +24,10 @@ MARKED = (
 )
 FORGETFUL = CHAT_TEMPLATE.replace(
     "{{ message['content'] }}",
-    "{{ message['content'] if loop.last or message['role'] == 'user' else '…' }}",
+    "{{ message['content'] if loop.last or message['role'] != 'assistant' else "
+    "message['content'][:1] }}",
 )
-"""Shows answers only while they are the last, as templates do with what a model has thought."""
+"""Shows answers whole only while they are the last, as templates do with what a model thought."""
 LEADING = CHAT_TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
 
 

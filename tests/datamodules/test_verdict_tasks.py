@@ -361,3 +361,29 @@ def test_a_vision_language_judge_is_shown_both_candidates(tmp_path: Path, vlm_fo
         names = [media.names for media in batch.media if media is not None]
         ends = {tuple(Path(name).name for name in own) for own in names}
         assert ends == {("good.jpg", "bad.jpg"), ("bad.jpg", "good.jpg")}
+
+
+# ---------------------------------------------------------------------- what a question shows
+
+
+def test_a_question_shows_the_system_turn_of_the_pair() -> None:
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "why 0?"}]
+    as_column, as_turn = (
+        tasks([{**PAIRS[0], **row}])[0]["prompt"]
+        for row in ({"system": "Be brief."}, {"prompt": chat})
+    )
+    assert as_column == as_turn
+    assert "system: Be brief." in as_turn[-1]["content"]
+
+
+def test_what_no_question_shows_is_refused_or_named(caplog: pytest.LogCaptureFixture) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": "y"}}}
+    answer = {"role": "assistant", "content": "good"}
+    ask = {"role": "user", "content": "why?", "name": "me"}
+    (bad,) = VerdictTasks(
+        [{"prompt": [ask], "chosen": [{**answer, "tool_calls": [call]}], "rejected": "bad"}]
+    ).rows()
+    assert isinstance(bad, BadRow)
+    assert "`tool_calls` of turns of the assistant" in bad.detail
+    assert len(tasks([{"prompt": [ask], "chosen": [answer], "rejected": "bad"}])) == 1
+    assert "`name` of turns of the user" in caplog.text

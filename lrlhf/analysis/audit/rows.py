@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -187,7 +187,10 @@ class _Contents(ChatFormat):
     def answer_spans(self, messages: Sequence[Message], row: Row, start: int) -> None:
         del messages, row, start
 
-    def render_spans(self, messages: Sequence[Message], row: Row) -> tuple[str, list[Span]]:
+    def render_spans(
+        self, messages: Sequence[Message], row: Row, *, without: Container[int] = ()
+    ) -> tuple[str, list[Span]]:
+        del without
         return self.render(messages, row, prompt=False), []
 
 
@@ -258,6 +261,7 @@ def _audited_kind(kind: RowKind[Any, Any, Any], parser: Parser) -> RowKind[Any, 
 
     return replace(
         kind,
+        reached=lambda draft: draft.parsed.reached,
         parse=parse,
         finish=finish,
         check=check,

@@ -19,9 +19,10 @@ from lrlhf.datamodules.loading.order import EpochOrder, Rows
 from lrlhf.datamodules.loading.sources import Entries, Row
 from lrlhf.datamodules.row_kind import RowKind
 from lrlhf.datamodules.rows.bad_rows import BadRow
-from lrlhf.datamodules.rows.chat import ChatFormat, read_messages
+from lrlhf.datamodules.rows.chat import ChatFormat, read_messages, with_system
 from lrlhf.datamodules.rows.collate import Candidate, right_padded
 from lrlhf.datamodules.rows.columns import text_of, wrong_type
+from lrlhf.datamodules.rows.conservation import Reached
 from lrlhf.datamodules.rows.media_rows import MediaReader, Unread
 from lrlhf.datamodules.rows.prompt_rows import column_or_dialogue
 from lrlhf.datamodules.rows.tokenizing import Text, tokenize
@@ -66,6 +67,8 @@ class PretrainingTexts:
         media = media.limited(self.max_tokens, "pretraining_max_tokens", passages)
         kind = RowKind[Unread, TextRow, SequenceBatch](
             parse=TextParser(chat, self.column, media),
+            reached=_reached,
+            constants=chat.constants,
             finish=lambda texts: media.check(_tokenize(tokenizer, texts)),
             texts=lambda draft: (draft.text.text,),
             collate=partial(right_padded, pad_token_id=int(tokenizer.pad_token_id)),
@@ -77,6 +80,11 @@ class PretrainingTexts:
         return PretrainingStream(
             texts.values, texts.order(seed), self.batch_size, fetching=fetching, ranks=ranks
         )
+
+
+def _reached(draft: Unread) -> Reached:
+    text = draft.text
+    return Reached(text.text, text.text, repr(draft.refs), rendered=text.complete)
 
 
 def _tokenize(
@@ -110,7 +118,7 @@ class TextParser:
             return Unread(Text(text, complete=False), refs)
         if row[column] is None:
             raise wrong_type(column, "text or a list of messages", None)
-        messages = read_messages(row[column], column)
+        messages = with_system(read_messages(row[column], column), row)
         messages, refs = self.media.of_messages(messages, refs, folder)
         return Unread(Text(self.chat.render(messages, row, prompt=False), complete=True), refs)
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
+
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from lrlhf.datamodules.datasets.media_pairs import is_exchanged
 from lrlhf.datamodules.loading.python_rows import Rows
 from lrlhf.datamodules.loading.sources import Row, Source, Weighted, resolve_source
 from lrlhf.datamodules.loading.splits import hold_out
-from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, missing_column
+from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, Lost, lost_notes, missing_column
 from lrlhf.datamodules.rows.columns import is_empty, text_of
+from lrlhf.datamodules.rows.conservation import Conservation
 from lrlhf.datamodules.rows.media_rows import KINDS
 from lrlhf.datamodules.rows.preference_labels import LabelReader
 from lrlhf.datamodules.rows.verdict_rows import JudgedPair, MediaByKind, read_pair
@@ -20,6 +25,8 @@ from lrlhf.rewards import RewardError
 from lrlhf.rewards.judge.forms import FormName, verdict_form
 from lrlhf.rewards.judge.templates import SYSTEM, JudgeTemplate, prompt_text
 from lrlhf.rewards.judge.verdicts import SWAPPED, Choice
+
+logger = logging.getLogger(__name__)
 
 _GOLD: dict[float, Choice] = {1.0: "A", -1.0: "B", 0.0: "tie"}
 _MARK = re.compile("\0([01])\0")
@@ -144,16 +151,26 @@ class VerdictTasks(Source):
         return resolve_source(given)
 
     def _pairs(self) -> Iterator[tuple[str, tuple[Row, JudgedPair] | BadRow]]:
-        """Yield each pair with its place."""
+        """Yield each pair with its place, and name what of them no question shows."""
+        lost: Counter[Lost] = Counter()
+        conservation = Conservation(
+            lambda row, _: read_pair(row, self._labels, self._prompt_column),
+            lambda pair: pair.reached,
+            remedy="write it into the contents, or leave it out",
+        )
         for source in self._sources():
             for number, row in enumerate(source.rows(), start=1):
                 place = f"{source.name}:{number}"
                 try:
                     if isinstance(row, BadRow):
                         raise row
-                    yield place, (row, read_pair(row, self._labels, self._prompt_column))
+                    pair = read_pair(row, self._labels, self._prompt_column)
+                    lost.update(conservation.lost(row, None, pair))
+                    yield place, (row, pair)
                 except BadRow as problem:
                     yield place, problem
+        for note in lost_notes(lost):
+            rank_zero_only(logger.warning)("%s: %s", self.name, note)
 
     def _of_part(
         self, entries: Iterable[tuple[str, tuple[Row, JudgedPair] | BadRow]]
@@ -200,7 +217,7 @@ class VerdictTasks(Source):
         content = self._question(row, pair, exchanged)
         system = [{"role": "system", "content": self._system}] if self._system else []
         return {
-            **{name: value for name, value in row.items() if name not in pair.read},
+            **{name: value for name, value in row.items() if name in pair.further},
             "prompt": [*system, {"role": "user", "content": content}],
             "completion": self._form.write(gold, pair.shown, reasoning),
             "gold": gold,

@@ -6,13 +6,22 @@ import difflib
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from lrlhf.media import BadRow
 
-__all__ = ["BadDataError", "BadRow", "BadRows", "missing_column", "nearest"]
+__all__ = [
+    "BadDataError",
+    "BadRow",
+    "BadRows",
+    "Lost",
+    "lost_notes",
+    "missing_column",
+    "nearest",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +49,13 @@ def missing_column(column: str, columns: Iterable[str], *, setting: str = "") ->
     )
 
 
+class Lost(NamedTuple):
+    """Values of usable rows that reach nothing."""
+
+    name: str
+    remedy: str
+
+
 class BadRows:
     """Counts rows of the ``what`` data, such as ``train``, by what is wrong with them."""
 
@@ -48,6 +64,8 @@ class BadRows:
         self.total = 0
         self.notes: Sequence[str] = ()
         """What else is to be said of them."""
+        self.lost: Counter[Lost] = Counter()
+        """Usable rows by what of them reaches nothing."""
         self._counts: Counter[str] = Counter()
         self._examples: dict[str, list[str]] = {}
         self._remedies: dict[str, str] = {}
@@ -108,3 +126,15 @@ class BadRows:
     def _advice(self) -> str:
         remedies = list(dict.fromkeys(self._remedies.values()))
         return f"To do: {'; '.join([*remedies, 'correct these rows'])}.\n"
+
+
+def lost_notes(lost: Mapping[Lost, int]) -> Iterator[str]:
+    """Yield a line for each count of rows and remedy, with the values that are lost of them."""
+    together: dict[tuple[str, int], list[str]] = {}
+    for value, rows in lost.items():
+        together.setdefault((value.remedy, rows), []).append(value.name)
+    for (remedy, rows), names in together.items():
+        yield (
+            f"neither the model nor the task reads {', '.join(names)} of {rows} "
+            f"{'row' if rows == 1 else 'rows'}: {remedy}"
+        )

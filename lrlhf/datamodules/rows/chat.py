@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
@@ -14,29 +13,53 @@ from transformers import PreTrainedTokenizerBase
 
 from lrlhf.bounded_templates import render_jinja_template
 from lrlhf.datamodules.loading.sources import Row
-from lrlhf.datamodules.rows.bad_rows import BadRow
-from lrlhf.datamodules.rows.columns import structure_of, whole_text, wrong_type
+from lrlhf.datamodules.rows.bad_rows import BadRow, nearest
+from lrlhf.datamodules.rows.columns import is_empty, shown, structure_of, whole_text, wrong_type
+from lrlhf.datamodules.rows.template_constants import (
+    GENERATION,
+    TemplateConstants,
+    template_constants,
+)
 from lrlhf.models import rejoined, split_messages, split_text
+from lrlhf.rewards.function import content_text
 from lrlhf.types import Message
 
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""Begins what the assistant writes, as `transformers` knows it."""
 Turns = tuple[Message, ...]
 Span = tuple[int, int]
 """First character, and the one behind the last."""
 
-_SHAREGPT_ROLES = {
+_ROLES = {
     "human": "user",
-    "user": "user",
+    "prompter": "user",
     "gpt": "assistant",
-    "assistant": "assistant",
+    "chatgpt": "assistant",
     "bot": "assistant",
+    "chatbot": "assistant",
     "model": "assistant",
-    "system": "system",
-    "tool": "tool",
     "function": "tool",
     "observation": "tool",
+    "ipython": "tool",
+    "tool_response": "tool",
 }
+"""Other words for the roles of chat templates, in lower case."""
+_TEMPLATE_ROLES = {
+    "system": ("system", "developer"),
+    "developer": ("system",),
+    "user": ("user",),
+    "assistant": ("assistant",),
+    "tool": ("tool", "ipython", "observation", "function"),
+}
+"""What a template that has no case for a role may call it; the first, where it has none for these
+either."""
+_CALL_ROLES = {"function_call", "tool_call"}
+"""Roles of turns whose content is a call of the assistant, as JSON."""
+SYSTEM_ROLES = ("system", "developer")
+SYSTEM_COLUMNS = ("system", "system_prompt")
+"""Columns that may hold the system turn of a row's chat."""
+LOSS_MARKS = ("weight", "train", "trainable", "loss_mask", "loss")
+"""Keys by which a turn says whether it is to be learnt."""
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking", "thoughts", "thought")
+"""Keys of a turn in which templates look for what the assistant thought before it."""
 
 
 def read_messages(value: object, column: str) -> tuple[Message, ...]:
@@ -59,26 +82,71 @@ def _read_message(entry: object, column: str) -> Message:
     if not isinstance(entry, Mapping):
         raise wrong_type(column, "a list of messages, each with role and content", entry)
     if "from" in entry and "value" in entry:
-        role, content = entry["from"], entry["value"]
-        if not isinstance(role, str) or role not in _SHAREGPT_ROLES:
-            known = ", ".join(_SHAREGPT_ROLES)
-            raise BadRow(
-                "wrong type", f"column {column!r}: unknown `from` {role!r} (known: {known})"
-            )
         rest = {key: value for key, value in entry.items() if key not in ("from", "value")}
-        message = {"role": _SHAREGPT_ROLES[role], "content": content, **rest}
-    else:
-        # tables fill what some messages lack with None; templates test for presence
-        message = {key: value for key, value in entry.items() if value is not None}
-    if not isinstance(message.get("role"), str):
+        entry = {"role": entry["from"], "content": entry["value"], **rest}
+    # tables fill what some messages lack with None; templates test for presence
+    message = {key: value for key, value in entry.items() if value is not None}
+    role = message.get("role")
+    if not isinstance(role, str):
         raise BadRow(
             "wrong type", f"a message of column {column!r} has no role: {dict(entry)!r:.80}"
         )
+    message["role"] = usual_role(role)
+    if role in _CALL_ROLES and "tool_calls" not in message:
+        message |= {"role": "assistant", "tool_calls": _calls_of(message.pop("content", None))}
     if not isinstance(message.get("content", ""), str | list):
         raise wrong_type(f"{column}.content", "text", message["content"])
     if "content" not in message and "tool_calls" not in message:
         raise BadRow("empty text", f"a message of column {column!r} has no content")
     return message
+
+
+@lru_cache(maxsize=256)
+def usual_role(role: str) -> str:
+    """Return the usual word for a role; one that is not known as it is."""
+    word = role.strip().lower()
+    word = _ROLES.get(word, word)
+    return word if word in _TEMPLATE_ROLES else role
+
+
+def _calls_of(content: object) -> list[dict[str, Any]]:
+    """Read the calls of a turn that is nothing else: JSON of one, or of a list of them."""
+    given = structure_of({"function_call": content}, "function_call", object)
+    calls: list[dict[str, Any]] = []
+    for call in given if isinstance(given, list) else [given]:
+        if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
+            raise wrong_type("function_call", "a call with its name and arguments", call)
+        arguments = structure_of(call, "arguments", dict) or {}
+        calls.append({"type": "function", "function": {**call, "arguments": arguments}})
+    return calls
+
+
+def with_system(
+    messages: tuple[Message, ...], row: Row, default: str | None = None
+) -> tuple[Message, ...]:
+    """Put the system turn that a row has as a column, else the ``default``, before its turns.
+
+    Turns that begin with a system turn keep it.
+
+    Raises:
+        BadRow: The row has several, which are not the same.
+    """
+    columns = [name for name in SYSTEM_COLUMNS if isinstance(row.get(name), str)]
+    texts = {row[name].strip(): row[name] for name in columns if not is_empty(row[name].strip())}
+    if messages and messages[0]["role"] in SYSTEM_ROLES:
+        own = content_text(messages[0].get("content"))
+        texts[own.strip()] = default = own
+    if len(texts) > 1:
+        raise BadRow(
+            "several system turns",
+            f"its column {' and its column '.join(map(repr, columns))} and its turns do not say "
+            f"the same: {' | '.join(map(shown, texts))}",
+            remedy="keep one of them, or rename a column that is no system turn",
+        )
+    text = next(iter(texts.values()), default)
+    if text is None or (messages and messages[0]["role"] in SYSTEM_ROLES):
+        return messages
+    return ({"role": "system", "content": text}, *messages)
 
 
 @dataclass(frozen=True)
@@ -100,6 +168,13 @@ class ChatFormat:
         """Whether today's date may be in the text, as in the templates of Llama 3.2."""
         template = self.template or self.tokenizer.chat_template
         return "strftime_now" in str(template)
+
+    @property
+    def constants(self) -> TemplateConstants:
+        """What the template knows by name."""
+        given = self.template or self.tokenizer.chat_template
+        texts = given.values() if isinstance(given, Mapping) else [given or ""]
+        return template_constants("".join(texts))
 
     def render(self, messages: Sequence[Message], row: Row, *, prompt: bool) -> str:
         """Render turns as text, special tokens included.
@@ -153,8 +228,12 @@ class ChatFormat:
             raise TypeError(f"apply_chat_template returned {type(text).__name__}")
         return rejoined(whole_text(text, "the rendered chat"))
 
-    def render_spans(self, messages: Sequence[Message], row: Row) -> tuple[str, list[Span]]:
+    def render_spans(
+        self, messages: Sequence[Message], row: Row, *, without: Container[int] = ()
+    ) -> tuple[str, list[Span]]:
         """Render a conversation, and say which characters of it the assistant writes.
+
+        Turns whose numbers are in ``without`` are left out of these.
 
         A template that marks them (``{% generation %}``) says so itself. Of another one, a turn is
         what it adds to the prompt that leaves this turn open; that must be the same whatever
@@ -166,7 +245,7 @@ class ChatFormat:
         """
         text = self.render(messages, row, prompt=False)
         template = self.tokenizer.get_chat_template(self.template, self._tools(row))
-        if _GENERATION.search(template):
+        if GENERATION.search(template):
             # what `apply_chat_template` calls, which keeps the characters of the marks to itself
             marks = {"return_assistant_tokens_mask": True, **self.tokenizer.special_tokens_map}
 
@@ -174,15 +253,23 @@ class ChatFormat:
                 given = {"chat_template": template, **marks, **options}
                 return render_jinja_template(conversations=[chat], **given)
 
-            (raw,), (marked,) = self._applied(render, messages, row)
-            # the text of which the marks are
-            return whole_text(raw, "the rendered chat"), [
-                (int(one[0]), int(one[1])) for one in marked
-            ]
+            def spans(turns: Sequence[Message]) -> tuple[str, list[Span]]:
+                (raw,), (marked,) = self._applied(render, turns, row)
+                # the text of which the marks are
+                return whole_text(raw, "the rendered chat"), [
+                    (int(one[0]), int(one[1])) for one in marked
+                ]
+
+            text, whole = spans(messages)
+            for number in range(len(messages) - 1, -1, -1):
+                if number in without:  # its marks are those that the turns before it do not have
+                    before = len(spans(messages[:number])[1]) if number else 0
+                    del whole[before : len(spans(messages[: number + 1])[1])]
+            return text, whole
         return text, [
             self._added(messages, number, text, row)
             for number, message in enumerate(messages)
-            if message["role"] == "assistant"
+            if message["role"] == "assistant" and number not in without
         ]
 
     def answer_spans(self, messages: Sequence[Message], row: Row, start: int) -> list[Span] | None:
@@ -233,17 +320,60 @@ class ChatFormat:
         try:
             before = self.opened(messages[:number], row)
         except BadRow as problem:
-            raise _unclear(number, "has no turn of another role before it") from problem
+            what = "has no turn of another role before it"
+            raise self._unclear(messages, number, what) from problem
         until = self.render(messages[: number + 1], row, prompt=False)
         if not until.startswith(before):
-            raise _unclear(number, "does not begin with the prompt that leads up to it")
+            raise self._unclear(
+                messages, number, "does not begin with the prompt that leads up to it"
+            )
         if not text.startswith(until):
-            raise _unclear(number, "becomes another text where further turns follow")
+            raise self._unclear(messages, number, "becomes another text where further turns follow")
         return len(before), len(until)
 
     def _tools(self, row: Row) -> list[dict[str, Any]] | None:
         tools = structure_of(row, "tools", list) or self.tools
         return [dict(tool) for tool in tools] if tools else None
+
+    def _unclear(self, messages: Sequence[Message], number: int, what: str) -> BadRow:
+        turn = messages[number]
+        text = content_text(turn.get("content"))
+        cut = [mark for mark in self.constants.marks if mark in text]
+        cut += [key for key in THOUGHT_KEYS if key in turn]
+        remedy = "give a `chat_template` with {% generation %} marks"
+        if cut:
+            remedy = (
+                f"give a `chat_template` that keeps all of such turns (this one looks for "
+                f"{', '.join(map(repr, cut))} in them)"
+            )
+        else:
+            remedy += ", or set `loss_on` to completion (the last turn) or all"
+        return BadRow(
+            "unclear turns",
+            "the chat template does not mark what the assistant writes, and turn "
+            f"{number + 1} {what}",
+            remedy=remedy,
+        )
+
+    def _in_its_words(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Return turns whose roles are called as the template calls them, or raise `BadRow`."""
+        known = self.constants.roles
+        turns = []
+        for number, message in enumerate(messages, start=1):
+            role = message["role"]
+            if role not in known:
+                words = _TEMPLATE_ROLES.get(role)
+                if words is None:
+                    raise BadRow(
+                        "unknown role",
+                        f"turn {number} has the role {role!r}, which the chat template does not "
+                        f"know{nearest(role, [*_TEMPLATE_ROLES, *_ROLES])}",
+                        remedy="name the roles of turns system, user, assistant and tool, or give "
+                        "a `chat_template` that has a case for the others",
+                    )
+                role = next((word for word in words if word in known), words[0])
+            turns.append({**message, "role": role})
+        return turns
 
     def _applied(
         self, apply: Callable[..., Any], messages: Sequence[Message], row: Row, **options: bool
@@ -257,7 +387,7 @@ class ChatFormat:
             )
         own = structure_of(row, "chat_template_kwargs", dict) or {}
         tools = self._tools(row)
-        turns = [dict(message) for message in messages]
+        turns = self._in_its_words(messages)
         if self.split_special_tokens:
             turns = split_messages(self.tokenizer, turns, self.template)
             own, tools = (split_text(self.tokenizer, value) for value in (own, tools))
@@ -275,15 +405,6 @@ class ChatFormat:
                 f"{', '.join(str(message['role']) for message in messages)})",
                 remedy="check the roles and their order, or give another `chat_template`",
             ) from error
-
-
-def _unclear(number: int, what: str) -> BadRow:
-    return BadRow(
-        "unclear turns",
-        f"the chat template does not mark what the assistant writes, and turn {number + 1} {what}",
-        remedy="give a `chat_template` with {% generation %} marks, or set `loss_on` to completion "
-        "(the last turn) or all",
-    )
 
 
 def _template_text(template: str) -> str:

@@ -15,9 +15,17 @@ from transformers import PreTrainedTokenizerBase
 
 from lrlhf.datamodules.loading.sources import Row
 from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, missing_column
-from lrlhf.datamodules.rows.chat import ChatFormat, Span, Turns, read_messages
+from lrlhf.datamodules.rows.chat import (
+    SYSTEM_COLUMNS,
+    ChatFormat,
+    Span,
+    Turns,
+    read_messages,
+    with_system,
+)
 from lrlhf.datamodules.rows.collate import Candidate, PairRow
 from lrlhf.datamodules.rows.columns import text_of
+from lrlhf.datamodules.rows.conservation import Reached, after
 from lrlhf.datamodules.rows.implicit_prompts import (
     is_transcript,
     repeat_prompt,
@@ -85,6 +93,16 @@ class PairDraft:
     labels: tuple[float, ...]
     margin: float | None
     info: Mapping[str, Any]
+
+    @property
+    def reached(self) -> Reached:
+        """What of the row the model reads, and what is kept of it for evaluation files."""
+        texts = [text.text for text in self.pair.candidates]
+        learnt = (after(self.pair.prompt.text, text) for text in texts)
+        besides = repr((self.labels, self.margin, self.pair.refs))
+        named = self.info.keys() - {*SYSTEM_COLUMNS}
+        rendered = self.pair.candidates[0].complete
+        return Reached("\n".join(texts), "\n".join(learnt), besides, named, rendered=rendered)
 
 
 @dataclass(frozen=True)
@@ -162,9 +180,10 @@ class PreferenceParser:
         if self.instruction is not None:
             turns = ({"role": "system", "content": self.instruction.render(row)}, shown)
         elif isinstance(prompt, list | tuple):
-            turns = read_messages(prompt, self.prompt_column)
+            turns = with_system(read_messages(prompt, self.prompt_column), row)
         else:
-            turns = (_user(prompt) if isinstance(prompt, str) else ()) or (shown,)
+            asked = _user(prompt) if isinstance(prompt, str) else ()
+            turns = with_system(asked or (shown,), row)
         if row.get(answer_column) is not None:
             answer = _turns(row, answer_column)
             turns = sum(without_prompt(turns, answer, answer_column), ())
@@ -179,7 +198,14 @@ class PreferenceParser:
         labels = self.labels.of_candidates(row) if unordered else self.labels.of_chosen(row)
         equal = pair.candidates[0] == pair.candidates[1] and pair.refs[0].key == pair.refs[1].key
         if equal and any(abs(label) == 1 for label in labels):
-            raise BadRow("identical candidates", f"columns {names[0]!r} and {names[1]!r} are equal")
+            what = f"columns {names[0]!r} and {names[1]!r}"
+            if row.get(names[0]) != row.get(names[1]):
+                raise BadRow(
+                    "identical candidates",
+                    f"{what} differ only in what the chat template leaves out",
+                    remedy="give a `chat_template` that keeps it",
+                )
+            raise BadRow("identical candidates", f"{what} are equal")
         used = {self.prompt_column, *names, "tools", "chat_template_kwargs", self.margins.column}
         if any(pair.refs):
             used |= {*media_columns()}
@@ -214,6 +240,7 @@ class PreferenceParser:
         for answer in (first, second):
             if not any(turn.get("content") or turn.get("tool_calls") for turn in answer):
                 raise BadRow("empty text", "a candidate has no content after the shared prompt")
+        turns = with_system(turns, row)
         shared = self.media.of_columns(row, folder)
         # an answer may show what the columns have left
         wholes, refs = zip(

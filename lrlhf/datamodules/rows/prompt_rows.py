@@ -14,8 +14,9 @@ import jinja2.meta
 from lrlhf.bounded_templates import BoundedEnvironment
 from lrlhf.datamodules.loading.sources import Row
 from lrlhf.datamodules.rows.bad_rows import BadRow, missing_column
-from lrlhf.datamodules.rows.chat import ChatFormat, read_messages
+from lrlhf.datamodules.rows.chat import SYSTEM_COLUMNS, ChatFormat, read_messages, with_system
 from lrlhf.datamodules.rows.columns import text_of, whole_text, wrong_type
+from lrlhf.datamodules.rows.conservation import Reached
 from lrlhf.datamodules.rows.implicit_prompts import (
     ASSISTANT,
     is_transcript,
@@ -42,6 +43,15 @@ class PromptDraft:
     text: Text
     columns: Mapping[str, Any]
     refs: MediaRefs = field(default_factory=MediaRefs)
+    system_columns: tuple[str, ...] = SYSTEM_COLUMNS
+    """Columns that are no columns like any, as they may hold the system turn."""
+
+    @property
+    def reached(self) -> Reached:
+        """What of the row the policy reads, and what rewards get."""
+        besides = repr((self.columns.get("reference"), self.refs))
+        named = self.columns.keys() - {*self.system_columns}
+        return Reached(self.text.text, "", besides, named, rendered=self.text.complete)
 
 
 class ColumnPattern:
@@ -134,12 +144,15 @@ class PromptParser:
         # rewards get what these columns name as it was read, not its path
         unwanted = {*_NOT_FOR_REWARDS, *(media_columns() if refs else ())}
         columns = {key: value for key, value in columns.items() if key not in unwanted}
+        # a template says itself what it makes of a system column
+        system = SYSTEM_COLUMNS if self.template is None else ()
         if isinstance(prompt, str):
             (prompt,) = self.media.of_texts((prompt,), refs)
-            return PromptDraft(prompt, Text(prompt, complete=False), columns, refs)
-        prompt, refs = self.media.of_messages(self._with_system(prompt), refs, folder)
+            return PromptDraft(prompt, Text(prompt, complete=False), columns, refs, system)
+        asked = with_system(prompt, row if system else {}, self.system_prompt)
+        prompt, refs = self.media.of_messages(asked, refs, folder)
         text = self.chat.render(prompt, row, prompt=True)
-        return PromptDraft(prompt, Text(text, complete=True), columns, refs)
+        return PromptDraft(prompt, Text(text, complete=True), columns, refs, system)
 
     def _prompt(self, row: Row) -> tuple[Prompt, dict[str, Any]]:
         if self.template is not None:
@@ -161,7 +174,7 @@ class PromptParser:
         messages = read_messages(value, column)
         if column in DIALOGUE_COLUMNS and messages[-1]["role"] == "assistant":
             # a whole dialogue: its last turn is the answer that the policy is to find itself
-            columns.setdefault("reference", messages[-1].get("content"))
+            columns.setdefault("reference", _reference(messages))
             messages = messages[:-1]
             if not messages:
                 raise BadRow("empty text", f"column {column!r} holds nothing but an answer")
@@ -180,7 +193,7 @@ class PromptParser:
             messages, answer, _ = split_messages(*both)
             if not messages:
                 raise BadRow("empty text", "chosen and rejected share no turn")
-            return messages, {**columns, "reference": answer[-1].get("content")}
+            return messages, {**columns, "reference": _reference(answer)}
         text, answer_text, _ = split_texts(*(text_of(row, name) for name in PAIR_COLUMNS))
         if not text.strip():
             raise BadRow("empty text", "chosen and rejected share no prompt")
@@ -189,10 +202,10 @@ class PromptParser:
             return transcript_messages(text.removesuffix(ASSISTANT)), columns
         return text, columns
 
-    def _with_system(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-        if self.system_prompt is None or messages[0]["role"] == "system":
-            return messages
-        return ({"role": "system", "content": self.system_prompt}, *messages)
+
+def _reference(turns: Sequence[Message]) -> Any:
+    """Return what the last turn says, or its calls where it says nothing."""
+    return turns[-1].get("content") or turns[-1].get("tool_calls")
 
 
 def column_or_dialogue(row: Row, column: str, *, default: str, setting: str) -> str:

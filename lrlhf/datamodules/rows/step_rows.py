@@ -15,9 +15,10 @@ from transformers import PreTrainedTokenizerBase
 
 from lrlhf.datamodules.loading.sources import Row
 from lrlhf.datamodules.rows.bad_rows import BadRow, missing_column
-from lrlhf.datamodules.rows.chat import ChatFormat, read_messages
+from lrlhf.datamodules.rows.chat import ChatFormat, read_messages, with_system
 from lrlhf.datamodules.rows.collate import padded
 from lrlhf.datamodules.rows.columns import structure_of, text_of, whole_text, wrong_type
+from lrlhf.datamodules.rows.conservation import Reached
 from lrlhf.datamodules.rows.media_rows import MediaReader, TokenizedText
 from lrlhf.datamodules.rows.preference_rows import digest
 from lrlhf.datamodules.rows.tokenizing import Text, tokenize, tokenize_prompts
@@ -35,6 +36,13 @@ class StepDraft:
     """Of each step; NaN: it has none."""
     key: str
     """Rows that share it belong in the same split."""
+
+    @property
+    def reached(self) -> Reached:
+        """What of the row the model reads; it learns the labels."""
+        steps = "\n".join(self.steps)
+        text = self.prompt.text + steps
+        return Reached(text, steps, repr(self.labels), rendered=self.prompt.complete)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +105,7 @@ class StepParser:
             if not self.as_chat:
                 return Text(text, complete=False)
             value = [{"role": "user", "content": text}]
-        messages = read_messages(value, self.prompt_column)
-        if self.system_prompt is not None and messages[0]["role"] != "system":
-            messages = ({"role": "system", "content": self.system_prompt}, *messages)
+        messages = with_system(read_messages(value, self.prompt_column), row, self.system_prompt)
         return Text(self.chat.render(messages, row, prompt=True), complete=True)
 
     def _steps(self, row: Row) -> Iterator[str]:

@@ -15,9 +15,17 @@ from transformers import PreTrainedTokenizerBase
 
 from lrlhf.datamodules.loading.sources import Row
 from lrlhf.datamodules.rows.bad_rows import BadRow, missing_column
-from lrlhf.datamodules.rows.chat import ChatFormat, Span, Turns, read_messages
+from lrlhf.datamodules.rows.chat import (
+    LOSS_MARKS,
+    ChatFormat,
+    Span,
+    Turns,
+    read_messages,
+    with_system,
+)
 from lrlhf.datamodules.rows.collate import media_of, moved_mask, padded
 from lrlhf.datamodules.rows.columns import text_of
+from lrlhf.datamodules.rows.conservation import Reached, after
 from lrlhf.datamodules.rows.implicit_prompts import without_prompt
 from lrlhf.datamodules.rows.media_rows import MediaReader, TokenizedText, Unread, parts_in
 from lrlhf.datamodules.rows.preference_rows import digest, keyed
@@ -54,6 +62,15 @@ class SupervisedDraft:
     answered: bool = False
     """The assistant says the last of it."""
     refs: MediaRefs = field(default_factory=MediaRefs)
+
+    @property
+    def reached(self) -> Reached:
+        """What of the row the model reads, and what of it is learnt."""
+        text = self.text.text
+        learnt = text if self.prompt is None else after(self.prompt.text, text)
+        if self.spans is not None:
+            learnt = "\n".join(text[first:last] for first, last in self.spans)
+        return Reached(text, learnt, repr(self.refs), rendered=self.text.complete)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,9 +171,9 @@ class SupervisedParser:
         self, messages: Turns, start: int | None, row: Row, folder: Path | None
     ) -> SupervisedDraft:
         """Read turns, of which the completion begins with number ``start``; None: is the last."""
-        if self.system_prompt is not None and messages[0]["role"] != "system":
-            messages = ({"role": "system", "content": self.system_prompt}, *messages)
-            start = None if start is None else start + 1
+        given = len(messages)
+        messages = with_system(messages, row, self.system_prompt)
+        start = None if start is None else start + len(messages) - given
         default: LossOn = "assistant" if start is None else "completion"
         loss_on = self.loss_on or default
         first = next((i for i, one in enumerate(messages) if one["role"] == "assistant"), None)
@@ -166,6 +183,13 @@ class SupervisedParser:
                 raise _nothing_said("the last turn is not the assistant's")
         if loss_on == "assistant" and first is None:
             raise _nothing_said("no turn is the assistant's")
+        masked = _masked_turns(messages)
+        if masked and loss_on == "all":
+            raise BadRow(
+                "masked turns",
+                f"turn {min(masked) + 1} is marked as not to be learnt, and loss_on is all",
+                remedy="set `loss_on` to assistant or completion, or leave such marks out",
+            )
         shown = self.media.of_columns(row, folder)
         messages, refs = self.media.of_messages(messages, shown, folder)
         asked = messages[:first]
@@ -175,8 +199,14 @@ class SupervisedParser:
             answered=messages[-1]["role"] == "assistant",
             refs=refs,
         )
+        if loss_on == "completion" and any(number >= start for number in masked):
+            # of a completion of several turns the others are learnt, as far as they are answers
+            masked |= {*range(start)}
+            loss_on = "assistant"
         if loss_on == "assistant":
-            text, spans = self.chat.render_spans(messages, row)
+            if all(i in masked for i, one in enumerate(messages) if one["role"] == "assistant"):
+                raise _nothing_said("every answer is marked as not to be learnt", "")
+            text, spans = self.chat.render_spans(messages, row, without=masked)
             return draft(Text(text, complete=True), spans=tuple(spans))
         whole = Text(self.chat.render(messages, row, prompt=False), complete=True)
         if loss_on == "all":
@@ -188,8 +218,34 @@ class SupervisedParser:
         return draft(whole, prompt=Text(before, complete=True))
 
 
-def _nothing_said(what: str) -> BadRow:
-    return BadRow("no completion", what, remedy="leave the row out, or set `loss_on` to all")
+def _masked_turns(messages: Turns) -> set[int]:
+    """Return the numbers of the assistant's turns that are marked as not to be learnt.
+
+    Raises:
+        BadRow: A mark is neither true nor false, or two of a turn differ.
+    """
+    masked = set()
+    for number, turn in enumerate(messages):
+        marks = {key: turn[key] for key in LOSS_MARKS if turn.get(key) is not None}
+        if turn["role"] != "assistant" or not marks:
+            continue
+        if any(isinstance(mark, str) or mark not in (0, 1) for mark in marks.values()) or (
+            len(set(map(bool, marks.values()))) > 1
+        ):
+            listed = ", ".join(f"{key} {mark!r}" for key, mark in marks.items())
+            raise BadRow(
+                "unclear loss mark",
+                f"turn {number + 1} has {listed}: a turn is learnt (1, true) or not (0, false)",
+                remedy="give each turn one mark, 0 or 1; shares of data sets are `weight`s of "
+                "their entries in `train`",
+            )
+        if not all(marks.values()):
+            masked.add(number)
+    return masked
+
+
+def _nothing_said(what: str, otherwise: str = ", or set `loss_on` to all") -> BadRow:
+    return BadRow("no completion", what, remedy=f"leave the row out{otherwise}")
 
 
 def tokenize_supervised(

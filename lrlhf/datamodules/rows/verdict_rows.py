@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 from lrlhf.datamodules.loading.sources import Row
 from lrlhf.datamodules.rows.bad_rows import BadRow
+from lrlhf.datamodules.rows.chat import SYSTEM_COLUMNS, with_system
 from lrlhf.datamodules.rows.columns import text_of
+from lrlhf.datamodules.rows.conservation import Reached
 from lrlhf.datamodules.rows.media_rows import KINDS, media_columns, media_in, media_said
 from lrlhf.datamodules.rows.preference_labels import LabelReader
 from lrlhf.datamodules.rows.preference_rows import (
@@ -44,8 +46,15 @@ class JudgedPair(NamedTuple):
     """1: the first is better, -1: the second, 0: neither."""
     placed: bool
     """Whether the row says which candidate stands first, and not only which is the better one."""
-    read: frozenset[str]
-    """Columns that all this was read from."""
+    further: frozenset[str]
+    """Columns of the row that nothing of this was read from."""
+
+    @property
+    def reached(self) -> Reached:
+        """What of the row the judge is shown; the answers are what it learns of."""
+        answers = "\n".join(one.text for one in self.candidates)
+        besides = repr((self.media, self.candidates, self.label))
+        return Reached(f"{prompt_text(self.prompt)}\n{answers}", answers, besides, self.further)
 
     @property
     def shown(self) -> Shown:
@@ -78,12 +87,12 @@ def read_pair(row: Row, labels: LabelReader, prompt_column: str = "prompt") -> J
     turns = split.prompt if isinstance(split, PairTurns) else ()
     first, second = (Judged(_said(one), _nothing()) for one in (split.first, split.second))
     return JudgedPair(
-        split.prompt,
+        _asked(split.prompt, row),
         media_said(turns, media_in(row)),
         (first, second),
         _label(row, labels, names),
         names == _PLACED,
-        frozenset({prompt_column, *names, *media_columns()}),
+        frozenset(row.keys() - {prompt_column, *names, *media_columns(), *SYSTEM_COLUMNS}),
     )
 
 
@@ -100,14 +109,22 @@ def _shown_pair(row: Row, labels: LabelReader, prompt_column: str) -> JudgedPair
         first, second = map(Judged, texts, media)
         columns = (column for suffix in ("", *suffixes) for column in media_columns(suffix))
         return JudgedPair(
-            text_of(row, prompt_column),
+            _asked(text_of(row, prompt_column), row),
             media_in(row),
             (first, second),
             _label(row, labels, names),
             names == _PLACED,
-            frozenset({prompt_column, *names, *columns}),
+            frozenset(row.keys() - {prompt_column, *names, *columns, *SYSTEM_COLUMNS}),
         )
     return None
+
+
+def _asked(prompt: Prompt, row: Row) -> Prompt:
+    """Return a prompt with the row's system turn before it."""
+    asked: tuple[Message, ...] = ({"role": "user", "content": prompt},) if prompt else ()
+    turns = asked if isinstance(prompt, str) else prompt
+    whole = with_system(turns, row)
+    return prompt if whole == turns else whole
 
 
 def _label(row: Row, labels: LabelReader, names: tuple[str, str]) -> float:
