@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from inspect import signature
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
 
 import lightning as L
 import torch
@@ -31,7 +31,7 @@ from lrlhf.datamodules.loading.sources import (
     entries_of,
 )
 from lrlhf.datamodules.loading.split_checks import described, refuse_other_rows
-from lrlhf.datamodules.loading.splits import FirstRows, Split, Splits
+from lrlhf.datamodules.loading.splits import FirstRows, Located, Split, Splits
 from lrlhf.datamodules.loading.validation import (
     NamedSet,
     Validation,
@@ -164,6 +164,7 @@ class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
                 rows = kind.read_rows(components, bad_rows).rows
             if complete:
                 bad_rows.refuse(self._max_bad_fraction)
+            refuse_unreadable(beside, rows, kind.tokenizer, training=not found)
             values = [row.value for row in rows]
             found.append(
                 FirstRows(what, values, bad_rows.total, complete=complete, notes=bad_rows.notes)
@@ -209,6 +210,11 @@ class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
             train = kind.load(self._train, "train", self._max_bad_fraction)
             self._splits = self._validation.load(train, partial(self._load_set, kind), kind.keys)
             refuse_other_rows(self.trainer, self._splits, dated=kind.dated)
+        train, held = self._splits
+        if stage == "fit":
+            refuse_unreadable(self.trainer, train.rows, kind.tokenizer, training=True)
+        for split in held.values():
+            refuse_unreadable(self.trainer, split.rows, kind.tokenizer, training=False)
         pin = torch.cuda.is_available() if self._pin_memory is None else self._pin_memory
         self._fetching = Fetching(kind.collate, self._num_workers, pin, kind.read)
         self._kind, self._stage, self._loader = kind, stage, None
@@ -336,6 +342,48 @@ class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
         if len(costs) < rows:
             return order
         return BalancedOrder(order, costs, self._batch_size, world)
+
+
+class _TokensLike(Protocol):
+    @property
+    def input_ids(self) -> Sequence[int]: ...
+
+
+@runtime_checkable
+class HasTexts(Protocol):
+    """A row of texts whose tokens are known."""
+
+    @property
+    def texts(self) -> Iterable[_TokensLike]:
+        """The texts."""
+
+
+def refuse_unreadable(
+    trainer: L.Trainer | None,
+    rows: Sequence[Located[Any]],
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    training: bool,
+    answered: bool = True,
+) -> None:
+    """Refuse rows that a model of the trainer's module cannot read, if it tells what it can.
+
+    Args:
+        trainer: Of the run; None: outside of one.
+        rows: Perhaps with texts.
+        tokenizer: That made their ids.
+        training: They are trained on, rather than evaluated.
+        answered: A policy responds to them.
+
+    Raises:
+        ValueError: There is such a row.
+    """
+    limits_of = getattr(trainer and trainer.lightning_module, "text_limits", None)
+    if limits_of is None or not rows or not isinstance(rows[0].value, HasTexts):
+        return
+    for limits in limits_of(training=training):
+        texts = ((row.place, text.input_ids) for row in rows for text in row.value.texts)
+        (limits if answered else replace(limits, response=0)).refuse_texts(texts, tokenizer)
 
 
 class _Beside:

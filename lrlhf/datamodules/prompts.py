@@ -12,6 +12,7 @@ from typing import Any
 import lightning as L
 from transformers import PreTrainedTokenizerBase
 
+from lrlhf.datamodules.core import refuse_unreadable
 from lrlhf.datamodules.datasets.pretraining import DEFAULT_TEXT_COLUMN, PretrainingTexts
 from lrlhf.datamodules.loading.loader import data_ranks
 from lrlhf.datamodules.loading.sources import Data, entries_of
@@ -133,7 +134,8 @@ class PromptDataModule(TextDataModule[PromptRow, PromptBatch]):
         media = media.limited(self._max_tokens, "max_prompt_tokens")
         companion = None
         if self._pretraining is not None:
-            companion = partial(self._pretraining.stream, reader, data_ranks(trainer))
+            refuse = partial(refuse_unreadable, trainer)
+            companion = partial(self._pretraining.stream, reader, data_ranks(trainer), refuse)
         return RowKind(
             parse=_parser_of(**{**self._row_options, **changed})(chat, media=media),
             reached=lambda draft: draft.reached,

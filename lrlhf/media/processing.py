@@ -28,7 +28,7 @@ from lrlhf.media.decode import (
     read_video,
 )
 from lrlhf.media.refs import MediaRefs
-from lrlhf.models import placeholder_ids, reader_of
+from lrlhf.models import context_of, placeholder_ids, reader_of
 from lrlhf.types import Media
 
 _TEXT_KEYS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
@@ -65,7 +65,7 @@ class MediaProcessor:
             processor=processor,
             placeholders=placeholder_ids(config),
             merge_size=vision.get("spatial_merge_size"),
-            context=config.get_text_config().to_dict().get("max_position_embeddings"),
+            context=context_of(config),
             family=config.model_type,
         )
 

@@ -47,7 +47,7 @@ from lrlhf.models.media_inputs import (
     ruled_out_ids,
 )
 from lrlhf.models.modes import evaluating
-from lrlhf.models.output_head import check_output_head, context_length, is_tied, plain_model
+from lrlhf.models.output_head import check_output_head, is_tied, plain_model
 from lrlhf.models.reference import ReferencePolicy, frozen_reference
 from lrlhf.models.reward_network import RewardNetwork, ScoreModel
 from lrlhf.models.scorers import HeadedBackbone, StockClassifier
@@ -57,6 +57,13 @@ from lrlhf.models.step_model import (
     joined_steps,
     prepare_step_model,
     step_logits,
+)
+from lrlhf.models.text_limits import (
+    TextLimits,
+    context_length,
+    context_of,
+    fit_padding,
+    limits_of,
 )
 from lrlhf.models.token_budget import TokenBudget
 from lrlhf.models.token_logprobs import (
@@ -85,6 +92,7 @@ __all__ = [
     "SourceError",
     "StepModel",
     "StockClassifier",
+    "TextLimits",
     "TokenBudget",
     "ValueHead",
     "ValueModel",
@@ -98,9 +106,11 @@ __all__ = [
     "check_output_head",
     "compile_layers",
     "context_length",
+    "context_of",
     "declared_ends",
     "eos_token_ids",
     "evaluating",
+    "fit_padding",
     "forget_offsets",
     "frozen_reference",
     "hidden_states",
@@ -108,6 +118,7 @@ __all__ = [
     "is_split",
     "is_tied",
     "joined_steps",
+    "limits_of",
     "load_config",
     "load_processor",
     "load_tokenizer",

@@ -30,6 +30,9 @@ class HeadConfig:
     learn_scale: bool = False
     scale_max: float = 100.0
     """A learnt scale stays within ``(1 / scale_max, scale_max)``."""
+    pad_token_id: int | None = None
+    """With ``last`` pooling the last token that has another id is read, as the classifiers of
+    ``transformers`` do with that of their config. None: the last token, whichever it is."""
 
     def __post_init__(self) -> None:
         if not self.names:
@@ -152,8 +155,8 @@ def last_pool(
     hidden: Float[Tensor, "B T H"], attention_mask: Bool[Tensor, "B T"]
 ) -> Float[Tensor, "B H"]:
     """Take the last attended token, by its index: a padding id may also be a real token."""
-    last = attention_mask.sum(dim=1) - 1
-    return hidden[torch.arange(len(hidden), device=hidden.device), last]
+    rows, columns = (torch.arange(size, device=hidden.device) for size in hidden.shape[:2])
+    return hidden[rows, (columns * attention_mask).amax(dim=1)]
 
 
 def mean_pool(

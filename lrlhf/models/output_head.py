@@ -18,13 +18,6 @@ from lrlhf.models.modes import evaluating, trial
 from lrlhf.models.sharding import device_of, is_split
 
 
-def context_length(model: PreTrainedModel | PeftModel) -> int | None:
-    """Return how many tokens a model reads; None: its config does not say."""
-    config = plain_model(model).config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None)
-    return limit if isinstance(limit, int) and limit > 0 else None
-
-
 def plain_model(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
     """Return the ``transformers`` model; LoRA layers sit inside it and stay as they are.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from jaxtyping import Float
@@ -21,7 +21,9 @@ class RewardNetwork(nn.Module):
     """Scores whole sequences.
 
     A score depends on the row's attended tokens only: not on padding, its side or its id, nor on
-    the other rows. Every row needs at least one attended token.
+    the other rows. Every row needs at least one attended token. A sequence classifier of others
+    scores as in ``transformers``: a decoder reads the last token that is not the padding of its
+    config, so a text that ends in that token is read without its end.
     """
 
     def __init__(self, scorer: Scorer) -> None:
@@ -57,9 +59,10 @@ class RewardNetwork(nn.Module):
         """Write a folder that :meth:`from_pretrained` loads with exactly the same scores.
 
         Adapters are merged. One linear head on the last token of a decoder is written so that
-        ``AutoModelForSequenceClassification.from_pretrained(folder)`` gives the same scores too,
-        for rows that do not end in the padding token. Other networks come with the backbone in
-        its own format.
+        ``AutoModelForSequenceClassification.from_pretrained(folder)`` gives the same scores too.
+        Where the padding token may end a text, the tokenizer in the folder pads with another, for
+        which the embedding gets a row if it has none left. Other networks come with the backbone
+        in its own format.
 
         Args:
             folder: Created where it does not exist; None: see `save_model`.
@@ -160,6 +163,7 @@ class ScoreModel(PretrainedSpec):
 
     def _check_same_heads(self, trained: Scorer) -> None:
         found = trained.config if isinstance(trained, HeadedBackbone) else HeadConfig()
+        found = replace(found, pad_token_id=None)  # it stays as it is
         if found != self.head_config():
             raise ValueError(
                 f"source {self.source!r} is a reward model with {found}, and the configuration "

@@ -55,9 +55,16 @@ class StockClassifier(Scorer):
                 "images or videos is trained by lrlhf.modules.RewardModel from a vision-language "
                 "model"
             )
-        rows = compact(batch.input_ids, batch.attention_mask)
-        output = self.model(input_ids=rows.input_ids, attention_mask=rows.attention_mask.long())
-        return output.logits  # type: ignore[no-any-return]
+        ids, mask, *_ = compact(batch.input_ids, batch.attention_mask)
+        config = self.plain.config.get_text_config()
+        pad = config.pad_token_id
+        if pad is not None and pad >= 0 and config.to_dict().get("summary_type") != "last":
+            # the class may find the end of a row by the padding of its config
+            ids = ids.masked_fill(~mask, pad)
+            return self.model(input_ids=ids, attention_mask=mask.long()).logits  # type: ignore[no-any-return]
+        # it scores the last token of a row, padding or not
+        rows = [row[own][None] for row, own in zip(ids, mask, strict=True)]
+        return torch.cat([self.model(input_ids=row).logits for row in rows])
 
 
 class HeadedBackbone(Scorer):
@@ -104,6 +111,8 @@ class HeadedBackbone(Scorer):
     def forward(self, batch: SequenceBatch) -> Float[Tensor, "B H"]:
         hidden = self.hidden_states(batch)
         states, mask = hidden.whole(), hidden.rows.attention_mask
+        if self.config.pad_token_id is not None:
+            mask = mask & (hidden.rows.input_ids != self.config.pad_token_id)
         with torch.autocast(states.device.type, enabled=False):
             scores = [self.heads[name](states, mask) for name in self.head_names]
             return torch.stack(scores, dim=1)

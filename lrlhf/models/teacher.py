@@ -13,10 +13,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.functional.distillation import TopRows, WholeRows
 from lrlhf.models.modes import evaluating
-from lrlhf.models.output_head import OutputHead, context_length, output_head, plain_model
+from lrlhf.models.output_head import OutputHead, output_head, plain_model
 from lrlhf.models.packed.packing import compact, unfold
 from lrlhf.models.reference import ReferencePolicy
 from lrlhf.models.sharding import has_split_weights, within
+from lrlhf.models.text_limits import context_length
 from lrlhf.models.token_logprobs import Predicting, predicting_states, to_predicting
 from lrlhf.types import SequenceBatch, TeacherTokens
 

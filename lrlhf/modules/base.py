@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lrlhf.guard.anomalies import Anomaly
 from lrlhf.guard.guard_settings import Guard
 from lrlhf.guard.step_guard import StepGuard
-from lrlhf.models import ReferencePolicy, TokenBudget
+from lrlhf.models import ReferencePolicy, TextLimits, TokenBudget, limits_of
 from lrlhf.models.in_brief import in_brief
 from lrlhf.models.loading.unread import read, reading
 from lrlhf.models.sharding import load_state
@@ -103,6 +103,15 @@ class TrainingModule(L.LightningModule):
     def trainable_models(self) -> dict[str, nn.Module]:
         """Models that receive gradients, by role, in the order of their optimizers."""
         raise NotImplementedError
+
+    def text_limits(self, *, training: bool) -> list[TextLimits]:
+        """Return what the models can read; data modules refuse other rows before the first step.
+
+        Args:
+            training: Of rows that are trained on, rather than evaluated.
+        """
+        del training
+        return limits_of(self.trainable_models().values())
 
     @property
     def skipped_steps(self) -> int:

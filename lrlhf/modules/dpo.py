@@ -21,7 +21,9 @@ from lrlhf.guard import Guard
 from lrlhf.models import (
     CausalLM,
     ReferencePolicy,
+    TextLimits,
     frozen_reference,
+    limits_of,
     plain_model,
     said_tokens,
     sequence_logprobs,
@@ -168,6 +170,10 @@ class DPO(PairModule):
     def summary(self) -> dict[str, str]:
         """Say what is trained, and by which loss."""
         return {**super().summary(), "loss": f"{self.loss.name}, beta {self.beta:g}"}
+
+    def text_limits(self, *, training: bool) -> list[TextLimits]:
+        beside = [] if self.reference is None else [self.reference.model]
+        return [*super().text_limits(training=training), *limits_of(beside)]
 
     # ---- where the reference is
 

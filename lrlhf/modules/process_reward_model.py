@@ -22,6 +22,7 @@ from lrlhf.models import (
     StepModel,
     check_mergeable,
     evaluating,
+    fit_padding,
     plain_model,
     prepare_step_model,
     step_logits,
@@ -269,6 +270,7 @@ def _load(
         return LoadedPolicy(model.load(), tokenizer or model.load_tokenizer(), None)
     if tokenizer is None:
         raise ValueError("model is already built: pass its tokenizer too")
+    fit_padding(tokenizer, model)
     check_mergeable(model)
     prepare_step_model(model)
     return LoadedPolicy(model, tokenizer, None)

@@ -98,9 +98,10 @@ class RewardModel(PairModule):
 
     def export_pretrained(self, folder: Path | None) -> None:
         """Write the network and its tokenizer into ``folder``."""
-        self.network.save_pretrained(folder, self.tokenizer)
         if self.processor is not None and folder is not None:
             self.processor.save(folder)
+        # last: its tokenizer may pad otherwise than that of the processor
+        self.network.save_pretrained(folder, self.tokenizer)
 
     score = score
 

@@ -15,7 +15,7 @@ from lrlhf.functional.algorithm import Algorithm
 from lrlhf.guard.bundle import StepBundle
 from lrlhf.guard.dump_replay import Retaken
 from lrlhf.guard.guard_settings import Guard
-from lrlhf.models import CausalLM
+from lrlhf.models import CausalLM, TextLimits
 from lrlhf.modules.base import TrainingModule
 from lrlhf.modules.metrics.measurement import Measurement
 from lrlhf.modules.optimizers import OptimizerConfig
@@ -203,6 +203,9 @@ class RLOO(TrainingModule):
     def summary(self) -> dict[str, str]:
         """Say what is trained, how responses are made, and what judges them."""
         return {**super().summary(), **self.parts.summary(self.kl_coef)}
+
+    def text_limits(self, *, training: bool) -> list[TextLimits]:
+        return self.parts.text_limits(super().text_limits(training=training), training=training)
 
     def setup(self, stage: str) -> None:
         super().setup(stage)

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from lrlhf.media import MediaRefs
-from lrlhf.models import TEMPLATE_ERRORS, reader_of, rejoined, split_messages
+from lrlhf.models import TEMPLATE_ERRORS, context_of, reader_of, rejoined, split_messages
 from lrlhf.rewards.function import Completion, RewardError, completion_text, content_text
 from lrlhf.types import Media, Message, Prompt, SequenceBatch
 
@@ -266,7 +266,7 @@ def token_limit(
     max_tokens: int | None, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> int | None:
     """Return how many tokens an input may have; None: nothing limits it."""
-    limits = [max_tokens, config.get_text_config().to_dict().get("max_position_embeddings")]
+    limits = [max_tokens, context_of(config)]
     if tokenizer.model_max_length < _NO_LIMIT:
         limits.append(int(tokenizer.model_max_length))
     return min((limit for limit in limits if limit is not None), default=None)

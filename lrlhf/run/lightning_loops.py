@@ -5,7 +5,10 @@ They use private parts of Lightning, see `lrlhf.run.lightning_internals`.
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +18,8 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 from lightning.pytorch.loops.training_epoch_loop import RestartStage, _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
 
 from lrlhf.run.checkpoints.checksums import NotACheckpointError
 
@@ -171,4 +176,60 @@ def _restore_training_state(connector: _CheckpointConnector) -> None:
             f"{connector._ckpt_path} holds weights only (save_weights_only), from which no run can "
             "go on: lrlhf export writes its model, from which a new run can start"
         )
+    schedules = [*_schedules_at(connector.trainer, (stored or {}).get("lr_schedulers", ()))]
     _CheckpointConnector.restore_training_state(connector)
+    for scheduler, state, groups in schedules:
+        scheduler.load_state_dict(state)
+        for group, options in zip(scheduler.optimizer.param_groups, groups, strict=True):
+            group.update(options)
+
+
+_SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
+"""Options of parameter groups that belong to a schedule."""
+
+
+def _schedules_at(
+    trainer: L.Trainer, stored: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[LRScheduler, dict[str, Any], list[dict[str, Any]]]]:
+    """Take the schedules of this run to the step of a checkpoint.
+
+    A checkpoint holds the rate of its next step, and of most schedules also where they end, as they
+    were in the run that wrote it. This run may be longer, or have another peak.
+
+    Yields:
+        Schedules, their states, and the options that they gave to the groups of their optimizers.
+    """
+    for config, state in zip(trainer.lr_scheduler_configs, stored, strict=False):
+        scheduler: Any = config.scheduler
+        if not _counts_steps_alone(scheduler):
+            continue
+        steps = _steps_of(state)
+        if type(scheduler) is lr_scheduler.LambdaLR and steps:
+            # the one kind that is sure not to need the steps between
+            scheduler.last_epoch, scheduler._step_count, steps = steps - 1, steps, 1
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler")
+            for _ in range(steps):
+                scheduler.step()
+        cycled = ("momentum", "betas") if vars(scheduler).get("cycle_momentum") else ()
+        groups = [
+            {key: group[key] for key in (*_SCHEDULED, *cycled) if key in group}
+            for group in scheduler.optimizer.param_groups
+        ]
+        yield scheduler, *copy.deepcopy((scheduler.state_dict(), groups))
+
+
+def _counts_steps_alone(scheduler: Any) -> bool:
+    """Whether a schedule is one of PyTorch's that depend on nothing but the number of steps."""
+    kind = type(scheduler)
+    inner = vars(scheduler).get("_schedulers", ())
+    return (
+        kind.__module__ == lr_scheduler.__name__
+        and kind is not lr_scheduler.ReduceLROnPlateau
+        and all(map(_counts_steps_alone, inner))
+    )
+
+
+def _steps_of(state: Mapping[str, Any]) -> int:
+    # a chain of schedules counts none itself
+    return int(state["last_epoch"] if "last_epoch" in state else _steps_of(state["_schedulers"][0]))

@@ -13,7 +13,15 @@ import psutil
 import pytest
 import yaml
 from lightning.pytorch.accelerators import CUDAAccelerator
-from transformers import GPT2Config, LlamaConfig, MambaConfig, PreTrainedConfig
+from transformers import (
+    AutoTokenizer,
+    GPT2Config,
+    LlamaConfig,
+    MambaConfig,
+    MptConfig,
+    PreTrainedConfig,
+    RobertaConfig,
+)
 
 from lrlhf.cli import run
 from lrlhf.cli.application import Application
@@ -266,6 +274,62 @@ def test_prompt_and_response_fill_the_context_and_no_more(
     assert ("257 together" in capsys.readouterr().err) == bool(status)
 
 
+@pytest.mark.usefixtures("no_weights")
+def test_what_the_model_lacks_is_said_before_weights_are_read(
+    model_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(policy: Any, data: dict[str, Any]) -> str:
+        Path("run.yaml").write_text(
+            yaml.safe_dump(experiment("RLOO", {"policy": policy}, data, reward=REWARD))
+        )
+        assert run(["check", "--config", "run.yaml"]) == 2
+        return capsys.readouterr().err
+
+    added = shutil.copytree(model_folder, tmp_path / "added")
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    rows = len(tokenizer)
+    tokenizer.add_tokens(["<call>"])
+    tokenizer.save_pretrained(added)
+    Path("calls.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b<call>"}\n')
+    data = {"train": "calls.jsonl", "batch_size": 2}
+    told = refused(str(added), data)
+    assert "calls.jsonl:2 has the token" in told
+    assert "'<call>'" in told
+    assert f"has {rows} rows, and the tokenizer has {rows + 1} tokens" in told
+    # a token that no row has may be there
+    _write(str(added), _questions(4))
+    assert run(["check", "--config", "run.yaml"]) == 0
+    capsys.readouterr()
+    for options in ({"target_modules": ["q_proj", "v_prj"]}, {"modules_to_save": ["v_prj"]}):
+        policy = {
+            "class_path": "lrlhf.models.CausalLM",
+            "init_args": {"source": model_folder, "lora": options},
+        }
+        assert "'v_prj' is the name of no module" in refused(policy, _questions(4))
+    policy = {
+        "class_path": "lrlhf.models.CausalLM",
+        "init_args": {"source": model_folder, "freeze": ["layerz.*"]},
+    }
+    assert "'layerz.*' matches no module" in refused(policy, _questions(4))
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize("role", ["reference", "critic"])
+def test_a_model_beside_the_policy_may_read_less(
+    model_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], role: str
+) -> None:
+    short = shutil.copytree(model_folder, tmp_path / "short")
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 20}))
+    options = {"policy": model_folder, role: {"model": {"source": str(short)}}}
+    whole = experiment("PPO", options, _questions(4), reward=REWARD)
+    Path("run.yaml").write_text(yaml.safe_dump(whole))
+    flags = ["--model.sampling.max_new_tokens=16"]
+    assert run(["check", "--config", "run.yaml", *flags]) == 2
+    assert f"{short} reads at most 20 tokens" in capsys.readouterr().err
+    assert run(["check", "--config", "run.yaml", "--model.sampling.max_new_tokens=15"]) == 0
+
+
 def test_a_class_of_the_users_is_not_made_for_a_check(
     model_folder: str, monkeypatch: pytest.MonkeyPatch, config: Path
 ) -> None:
@@ -454,6 +518,9 @@ CONTEXTS = [
         400,
     ),
     (GPT2Config(n_positions=64), 64),
+    # its first position is number 2, behind that of the padding token
+    (RobertaConfig(max_position_embeddings=66, pad_token_id=1), 64),
+    (MptConfig(max_seq_len=64), 64),
     (MambaConfig(), None),
 ]
 

@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from peft import PeftModel
@@ -15,7 +16,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from lrlhf.models import CausalLM, LoRA, save_model, sequence_logprobs
+from lrlhf.models import CausalLM, LoRA, ScoreModel, check_mergeable, save_model, sequence_logprobs
+from lrlhf.models.loading.meta import skeleton
 from lrlhf.models.loading.pretrained import _keep_4_bit_layout
 from tests.models.families import right_padded
 
@@ -54,8 +56,6 @@ def test_lora_options_reach_the_layers(model_folder: str) -> None:
     [
         ({"quantization": "4bit"}, "quantization: 4bit cannot train"),
         ({"quantization": "8bit"}, "quantization: 8bit cannot train"),
-        ({"lora": LoRA(target_modules=["lm_head"])}, "lora: lm_head shares its weights"),
-        ({"lora": LoRA(modules_to_save=["embed_tokens"])}, "lora: embed_tokens shares its weights"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(
@@ -63,6 +63,76 @@ def test_options_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=said):
         CausalLM(source=model_folder, **options).load()
+
+
+ENDS = [
+    {"target_modules": ["lm_head"]},
+    {"target_modules": ["q_proj", "model.embed_tokens"]},
+    {"target_modules": r".*\.(embed_tokens|q_proj)"},
+    {"modules_to_save": ["embed_tokens"]},
+    {"modules_to_save": ["embed_tokens", "lm_head"]},
+]
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")  # PEFT's own word
+@pytest.mark.parametrize("options", ENDS, ids=str)
+def test_an_end_of_tied_weights_gets_no_adapter_however_it_is_spelt(
+    options: dict[str, Any], model_folder: str
+) -> None:
+    spec = CausalLM(source=model_folder, lora=LoRA(r=2, **options))
+    for build in (spec.load, lambda: skeleton(spec)):
+        with pytest.raises(ValueError, match=r"lora: .*(embed_tokens|lm_head) shares its weights"):
+            build()
+    # a model that is already built
+    config = peft.LoraConfig(r=2, **{"target_modules": ["q_proj"], **options})
+    adapted = peft.get_peft_model(CausalLM(source=model_folder).load(), config)
+    with pytest.raises(ValueError, match="shares its weights"):
+        check_mergeable(adapted)
+
+
+def test_a_body_has_one_end_alone(model_folder: str) -> None:
+    lora = LoRA(r=2, target_modules=["embed_tokens"])
+    assert len(trainable_names(ScoreModel(source=model_folder, lora=lora).load())) == 3
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
+def test_ends_go_by_other_names_too(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    GPT2LMHeadModel(
+        GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2)
+    ).save_pretrained(tmp_path)
+    lora = LoRA(r=2, target_modules=["wte", "c_attn"])
+    with pytest.raises(ValueError, match=r"lora: transformer\.wte shares its weights"):
+        CausalLM(source=str(tmp_path), lora=lora).load()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"target_modules": ["qq_proj"]}, "qq_proj"),
+        ({"target_modules": ["q_proj", "v_prj"]}, "'v_prj' is the name of no module.*v_proj"),
+        ({"target_modules": ["q_proj", "layers.7.self_attn.v_proj"]}, "'layers.7.self_attn.v_proj"),
+        ({"target_modules": ["_proj"]}, "_proj"),
+        ({"modules_to_save": ["nrom"]}, "lora.modules_to_save: 'nrom'.*norm"),
+        ({"modules_to_save": ["norm", "score"]}, "lora.modules_to_save: 'score'"),
+    ],
+)
+def test_names_of_no_module_are_refused_before_weights_and_after(
+    options: dict[str, Any], said: str, model_folder: str
+) -> None:
+    spec = CausalLM(source=model_folder, lora=LoRA(r=2, **options))
+    for build in (lambda: skeleton(spec), spec.load):
+        with pytest.raises(ValueError, match=said):
+            build()
+
+
+def test_a_pattern_may_be_of_several_models_and_what_it_lacks_is_named(
+    model_folder: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for pattern, lacks in ((r".*\.(q_proj|v_prj)", "v_prj"), (r"model\.layers\.\d+\..*q_proj", "")):
+        caplog.clear()
+        with caplog.at_level("WARNING", logger="lrlhf"):
+            CausalLM(source=model_folder, lora=LoRA(r=2, target_modules=pattern)).load()
+        assert f"no layer has {lacks} in" in caplog.text if lacks else not caplog.text
 
 
 @pytest.mark.parametrize("lora", [None, LoRA(r=2)])

@@ -5,7 +5,7 @@ Ouyang et al. 2022 call it PTX, https://arxiv.org/abs/2203.02155
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -55,8 +55,15 @@ class PretrainingTexts:
                 "a text is not trained on"
             )
 
-    def stream(self, reader: Reader, ranks: Ranks) -> PretrainingStream:
+    def stream(
+        self, reader: Reader, ranks: Ranks, refuse: Callable[..., None] | None = None
+    ) -> PretrainingStream:
         """Load and tokenise every text; bad rows are counted and logged.
+
+        Args:
+            reader: Of texts.
+            ranks: That share them.
+            refuse: Refuses rows that the models cannot read, see `refuse_unreadable`.
 
         Raises:
             BadDataError: Too many rows are bad.
@@ -74,6 +81,8 @@ class PretrainingTexts:
             collate=partial(right_padded, pad_token_id=int(tokenizer.pad_token_id)),
         )
         texts = kind.load(self.sources, "pretraining", self.max_bad_fraction)
+        if refuse is not None:
+            refuse(texts.rows, tokenizer, training=True, answered=False)
         # another seed: else texts and prompts of equal number would always meet the same way
         seed = int(np.random.SeedSequence([self.seed, 2]).generate_state(1)[0])
         fetching = Fetching(kind.collate, read=media)

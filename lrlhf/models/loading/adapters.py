@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
+import logging
+import re
 import warnings
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import peft
-from peft.utils.constants import EMBEDDING_LAYER_NAMES
 from transformers import PreTrainedModel
 
 from lrlhf.models.loading.model_sources import explained
 from lrlhf.models.loading.unread import standing_in
-from lrlhf.models.output_head import is_tied
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +30,9 @@ class LoRA:
     dropout: float = 0.0
     """Dropout in front of the adapters, active in training mode only."""
     target_modules: str | list[str] = "all-linear"
-    """Names (or one regular expression) of the layers that get one. ``all-linear``: all but the
-    output head, routers of a kind of their own, and what state spaces read without calling it."""
+    """Names (or one regular expression) of the layers that get one; a name of none is refused.
+    ``all-linear``: all but the output head, routers of a kind of their own, and what state spaces
+    read without calling it."""
     modules_to_save: list[str] | None = None
     """Further modules that are trained in full, as a copy."""
     source: str | None = None
@@ -71,32 +76,55 @@ def add_adapters(
         )
     else:
         config = stored_adapters(lora.source, lora_dropout=lora.dropout, task_type=task_type)
-    _refuse_tied_embeddings(model, config)
+    modules = [name for name, _ in model.named_modules() if name]
+    learnt = [name for name in modules if not (skip and re.fullmatch(skip, name))]
+    _refuse_unknown(model, "modules_to_save", lora.modules_to_save or (), modules)
     try:
         with warnings.catch_warnings():
             # it looks for the ranks of stacked experts among modules, where they are not
             warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not")
+            # `check_mergeable` refuses what would go wrong
+            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True` and a tied")
             with standing_in(model):
                 adapted = peft.get_peft_model(model, config)
                 if lora.source is not None:
                     with explained(lora.source):
                         _load(adapted, lora.source)
-                return adapted
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"lora does not fit {type(model).__name__}: {error}") from error
+    if isinstance(lora.target_modules, str):
+        _warn_of_unknown_words(lora.target_modules, learnt)
+    else:
+        # PEFT takes parameters in place of layers that earlier versions of transformers had
+        taken = config.target_modules if config.target_parameters else lora.target_modules
+        kept = [name for name in lora.target_modules if name in (taken or ())]
+        _refuse_unknown(model, "target_modules", kept, learnt)
+    return adapted
 
 
-def _refuse_tied_embeddings(model: PreTrainedModel, config: peft.LoraConfig) -> None:
-    """Adapting one end of a tied pair would untie it, and the saved model with it."""
-    targets = config.target_modules or []
-    named = [targets] if isinstance(targets, str) else targets
-    tied = is_tied(model)
-    ends = {name.split(".")[-1] for name in [*named, *(config.modules_to_save or [])]}
-    ends &= set(EMBEDDING_LAYER_NAMES)
-    if tied and ends:
-        raise ValueError(
-            f"lora: {', '.join(sorted(ends))} shares its weights with the other end of the model "
-            "(tie_word_embeddings). Leave it out of target_modules and modules_to_save."
+def _refuse_unknown(
+    model: PreTrainedModel, option: str, names: Sequence[str], modules: Collection[str]
+) -> None:
+    """Refuse names of no module, which PEFT leaves out where another name is one."""
+    for name in names:
+        if not any(module == name or module.endswith(f".{name}") for module in modules):
+            last = sorted({module.rpartition(".")[2] for module in modules})
+            near = difflib.get_close_matches(name.rpartition(".")[2], last, n=3) or last
+            raise ValueError(
+                f"lora.{option}: {name!r} is the name of no module of {type(model).__name__} that "
+                f"can learn; there are {', '.join(near)}"
+            )
+
+
+def _warn_of_unknown_words(pattern: str, modules: Collection[str]) -> None:
+    """Name what stands in a pattern and in no module's name: it may be an alternative of many."""
+    words = re.findall(r"[A-Za-z_]\w{2,}", re.sub(r"\\.|\[.*?\]|\(\?<?!.*?\)|\(\?\S", " ", pattern))
+    unknown = [word for word in words if not any(word in module for module in modules)]
+    if unknown and pattern != "all-linear":
+        logger.warning(
+            "lora.target_modules: no layer has %s in its name, so that part of %r adapts nothing",
+            ", ".join(unknown),
+            pattern,
         )
 
 

@@ -13,7 +13,7 @@ from peft import PeftModel
 from peft.tuners.lora.layer import LoraLayer, MultiheadAttention, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.integrations import dequantize_bnb_weight
-from peft.utils.other import ModulesToSaveWrapper
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -25,7 +25,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from lrlhf.models.output_head import plain_model
+from lrlhf.models.output_head import is_tied, plain_model
 from lrlhf.models.sharding import class_of, has_split_weights, settle, whole, whole_weights
 
 _CONVERSIONS = "_weight_conversions"
@@ -138,12 +138,31 @@ def _above(name: str) -> Iterator[str]:
 
 def check_mergeable(model: nn.Module) -> None:
     """Raise `ValueError` for the first adapter that cannot be added to the weights."""
+    if isinstance(model, PeftModel):
+        _refuse_tied_ends(plain_model(model))
     for name, layer in model.named_modules():
         if isinstance(layer, BaseTunerLayer) and (obstacle := unmergeable(layer)):
             raise ValueError(
                 f"The adapter of {name} cannot be merged into the model for an export or an "
                 f"engine: {obstacle}. Use plain LoRA."
             )
+
+
+def _refuse_tied_ends(model: PreTrainedModel) -> None:
+    """Refuse to adapt an end of a tied pair: an export would lose it, or come untied."""
+    ends = {model.get_input_embeddings(), model.get_output_embeddings()}  # type: ignore[no-untyped-call]
+    if not is_tied(model) or None in ends:
+        return
+    adapted = [
+        name
+        for name, module in model.named_modules()
+        if module in ends and isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
+    ]
+    if adapted:
+        raise ValueError(
+            f"lora: {', '.join(adapted)} shares its weights with the other end of the model "
+            "(tie_word_embeddings). Leave it out of target_modules and modules_to_save."
+        )
 
 
 def unmergeable(layer: BaseTunerLayer) -> str | None:

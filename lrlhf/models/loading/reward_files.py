@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import logging
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from huggingface_hub import snapshot_download
 from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoModel,
@@ -40,9 +41,13 @@ from lrlhf.models.loading.unread import stored_tensor
 from lrlhf.models.output_head import plain_model
 from lrlhf.models.scorers import HeadedBackbone, Scorer, StockClassifier
 
+logger = logging.getLogger(__name__)
+
 HEAD_CONFIG = "reward_head.json"
 HEAD_WEIGHTS = "reward_head.safetensors"
 _SCORE = "projection.weight"
+_PAD = "<|pad|>"
+"""Added to exported tokenizers that have no padding token of its own."""
 
 
 def save_scorer(scorer: Scorer, folder: Path | None, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -71,6 +76,12 @@ def load_scorer(spec: PretrainedSpec, *, trainable: bool) -> Scorer | None:
     if not any(name.endswith("ForSequenceClassification") for name in names):
         return None
     if config.num_labels != 1:
+        logger.warning(
+            "%s is a classifier with %d labels, which say nothing of how good a text is: of it "
+            "only the model below its head is used",
+            spec.source,
+            config.num_labels,
+        )
         return None
     return _load_classifier(spec, trainable=trainable)
 
@@ -90,6 +101,7 @@ def _head_folder(location: str, revision: str | None) -> Path:
 
 def _load_headed(spec: PretrainedSpec, folder: Path, *, trainable: bool) -> HeadedBackbone:
     stored = json.loads((folder / HEAD_CONFIG).read_text(encoding="utf-8"))
+    stored.setdefault("pad_token_id", None)  # which older folders do not have
     known = {field.name for field in dataclasses.fields(HeadConfig)}
     if stored.keys() != known:
         different = ", ".join(sorted(stored.keys() ^ known))
@@ -114,13 +126,15 @@ def _load_headed(spec: PretrainedSpec, folder: Path, *, trainable: bool) -> Head
 def _load_classifier(spec: PretrainedSpec, *, trainable: bool) -> Scorer:
     model = load_pretrained(spec, AutoModelForSequenceClassification, trainable=trainable)
     score = dict(model.named_children()).get("score")
-    if not isinstance(score, nn.Linear) or score.bias is not None:
+    known = type(model).__module__.startswith("transformers.")  # code of its own may do otherwise
+    if not (known and isinstance(score, nn.Linear) and score.bias is None):
         finished = finish_for_training(model, spec, trainable=trainable, task_type="SEQ_CLS")
         return StockClassifier(finished)
     body = finish_for_training(
         model.base_model, spec, trainable=trainable, task_type="FEATURE_EXTRACTION"
     )
-    scorer = HeadedBackbone(body, HeadConfig())
+    pad = model.config.get_text_config().pad_token_id
+    scorer = HeadedBackbone(body, HeadConfig(pad_token_id=pad))
     (projection,) = scorer.heads.parameters()
     projection.data.copy_(stored_tensor(score, "weight"))
     scorer.heads.requires_grad_(trainable)
@@ -140,18 +154,64 @@ def _save_headed(
     if folder is None:
         return
     if classifier is not None:
+        padding = _with_padding(scorer.config, tokenizer)
+        classifier = _padding_with(classifier, scorer.config.pad_token_id, padding)
         prefix = classifier.base_model_prefix
         weights = {f"{prefix}.{name}": weight for name, weight in body.items()}
         weights["score.weight"] = heads[f"{scorer.head_names[0]}.{_SCORE}"]
-        classifier.config.pad_token_id = tokenizer.pad_token_id
+        sizes = {name: weight.shape for name, weight in classifier.state_dict().items()}
+        weights = {name: _grown(weight, sizes[name]) for name, weight in weights.items()}
         classifier.save_pretrained(folder, state_dict=weights)
         _write_index(folder)
-        tokenizer.save_pretrained(folder)
+        padding.save_pretrained(folder)
     (folder / HEAD_CONFIG).write_text(
         json.dumps(dataclasses.asdict(scorer.config), indent=2) + "\n", encoding="utf-8"
     )
     heads = {name: weight.contiguous() for name, weight in heads.items()}
     save_file(heads, folder / HEAD_WEIGHTS, metadata={"format": "pt"})
+
+
+def _with_padding(
+    config: HeadConfig, tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedTokenizerBase:
+    """Return a tokenizer whose padding leads ``transformers`` to the token that the head reads.
+
+    Its classifiers read the last token that is not padding, so a token that may end a text must not
+    be the padding as well.
+    """
+    pad, written = tokenizer.pad_token, f"{tokenizer.eos_token}{tokenizer.chat_template or ''}"
+    if config.pad_token_id is None:
+        if pad is not None and pad not in written:
+            return tokenizer
+        own = copy.deepcopy(tokenizer)
+        own.add_special_tokens({"pad_token": _PAD})
+        return own
+    wanted = config.pad_token_id
+    if wanted == tokenizer.pad_token_id or not 0 <= wanted < len(tokenizer):
+        return tokenizer
+    own = copy.deepcopy(tokenizer)
+    own.pad_token = own.convert_ids_to_tokens(wanted)
+    return own
+
+
+def _padding_with(
+    classifier: PreTrainedModel, read: int | None, tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedModel:
+    """Build a weightless classifier anew, with that padding and an embedding of it."""
+    config, pad = classifier.config, tokenizer.pad_token_id if read is None else read
+    text_config = config.get_text_config()
+    text_config.pad_token_id = config.pad_token_id = pad
+    text_config.vocab_size = max(text_config.vocab_size, pad + 1)
+    with torch.device("meta"):
+        built: nn.Module = type(classifier)(config)
+    return cast(PreTrainedModel, built.to(classifier.dtype))
+
+
+def _grown(weight: Tensor, shape: torch.Size) -> Tensor:
+    """Append rows for a padding token that the model has none for."""
+    if weight.shape == shape:
+        return weight
+    return torch.cat([weight, weight.new_zeros(shape[0] - len(weight), *shape[1:])])
 
 
 def _write_index(folder: Path) -> None:
@@ -174,7 +234,8 @@ def _write_index(folder: Path) -> None:
 def _plain_classifier(scorer: HeadedBackbone) -> PreTrainedModel | None:
     """Build the family's own sequence classifier, weightless, if it would give the same scores."""
     plain, config = plain_model(scorer.backbone), scorer.config
-    if config != HeadConfig(names=config.names[:1], scale_max=config.scale_max):
+    read = config.pad_token_id
+    if config != HeadConfig(names=config.names[:1], scale_max=config.scale_max, pad_token_id=read):
         return None
     if type(plain.config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         return None

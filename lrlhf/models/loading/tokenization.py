@@ -49,8 +49,11 @@ def load_tokenizer(
             location, revision=revision, trust_remote_code=trust_remote_code
         )
     tokenizer.padding_side = "right"
-    if tokenizer.pad_token_id is None:
-        _pad_with_eos(tokenizer, source)
+    pad, rows = tokenizer.pad_token_id, None
+    if pad is not None and pad >= tokenizer.vocab_size:  # it was added
+        config = load_config(source, revision=revision, trust_remote_code=trust_remote_code)
+        rows = config.get_text_config().to_dict().get("vocab_size")
+    pad_within(tokenizer, rows, source)
     return tokenizer
 
 
@@ -92,14 +95,28 @@ def load_processor(
     return processor
 
 
-def _pad_with_eos(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+def pad_within(tokenizer: PreTrainedTokenizerBase, vocabulary: int | None, source: str) -> None:
+    """Pad with the end token where there is no padding token, or one that the model does not have.
+
+    Args:
+        tokenizer: Changed in place.
+        vocabulary: Rows of the model's embedding; None: not known.
+        source: Where the model comes from, for messages.
+
+    Raises:
+        ValueError: There is no end token either.
+    """
+    pad = tokenizer.pad_token_id
+    if pad is not None and (vocabulary is None or pad < vocabulary):
+        return
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"source {source!r}: its tokenizer has neither a pad_token nor an eos_token. Set one "
             "of them in its tokenizer_config.json."
         )
+    lack = "has no padding token" if pad is None else f"has no embedding of {tokenizer.pad_token!r}"
     tokenizer.pad_token = tokenizer.eos_token
-    logger.info("%s has no padding token: padding with %r.", source, tokenizer.eos_token)
+    logger.info("%s %s: padding with %r.", source, lack, tokenizer.eos_token)
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

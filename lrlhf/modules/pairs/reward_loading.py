@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from lrlhf.media import MediaProcessor
-from lrlhf.models import RewardNetwork, ScoreModel
+from lrlhf.models import RewardNetwork, ScoreModel, fit_padding
 from lrlhf.run.quiet_output import quiet
 
 
@@ -33,6 +33,7 @@ def load_reward_model(
         network = spec.load(any_heads=isinstance(model, str))
         tokenizer = tokenizer or spec.load_tokenizer()
         processor = processor or spec.load_processor()
+    fit_padding(tokenizer, network)
     return network, tokenizer, MediaProcessor.for_model(processor, network.config)
 
 

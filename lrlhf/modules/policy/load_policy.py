@@ -18,6 +18,7 @@ from lrlhf.models import (
     check_mergeable,
     check_output_head,
     declared_ends,
+    fit_padding,
     plain_model,
     save_model,
     stop_at,
@@ -87,5 +88,6 @@ def load_policy(
         check_mergeable(policy)
         check_output_head(policy)
         allow_packing(policy)
+    fit_padding(tokenizer, policy)
     media = MediaProcessor.for_model(processor, plain_model(policy).config)
     return LoadedPolicy(policy, tokenizer, media)

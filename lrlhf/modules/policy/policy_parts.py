@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 from lrlhf.arguments import brief
 from lrlhf.models import (
     ReferencePolicy,
+    TextLimits,
     check_has_experts,
     frozen_reference,
+    limits_of,
     plain_model,
 )
 from lrlhf.modules.base import TrainingModule
@@ -228,6 +231,14 @@ class PolicyParts:
         if stage != "fit" or module.trainer.enable_validation:
             self.sampler.check_evaluations(answers_once=stage == "predict")
         self.sampler.reset()
+
+    def text_limits(self, trained: list[TextLimits], *, training: bool) -> list[TextLimits]:
+        """Return what the models can read of prompts that they are to respond to."""
+        beside = [] if self.reference is None else [self.reference.model]
+        response, option = self.settings.response_tokens(training=training)
+        return [
+            replace(one, response=response, option=option) for one in trained + limits_of(beside)
+        ]
 
     def shard_frozen(self, module: TrainingModule) -> None:
         """Have reference and teacher split over the ranks as trained models are."""

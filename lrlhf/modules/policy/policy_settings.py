@@ -49,6 +49,16 @@ class PolicySettings:
         assert self.reference.kl_coef is not None, "complete_settings fills it in"
         return self.reference.kl_coef
 
+    def response_tokens(self, *, training: bool) -> tuple[int, str]:
+        """Return how many tokens may follow a prompt, and the option that says so."""
+        episodes = self.episodes
+        if episodes is not None and (episodes.history == "template" or episodes.agent is not None):
+            # a row holds more than the policy sees at a time, of which only the first turn is known
+            return episodes.max_turn_tokens or 0, "episodes.max_turn_tokens"
+        if training:
+            return self.sampling.max_new_tokens, "sampling.max_new_tokens"
+        return self.eval_sampling.max_new_tokens, "eval_sampling.max_new_tokens"
+
     @property
     def kl_in_reward(self) -> bool:
         """Whether the KL penalty is part of the reward, not of the loss."""

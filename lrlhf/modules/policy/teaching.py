@@ -11,8 +11,8 @@ from torch import Tensor
 from lrlhf.functional.distillation import TeacherRows, TeacherStatistics
 from lrlhf.functional.masking import masked_sum
 from lrlhf.models import CausalLM
-from lrlhf.models.output_head import context_length
 from lrlhf.models.teacher import TeacherModel, check_same_tokens, top_rows, vocabulary_size
+from lrlhf.models.text_limits import context_length
 from lrlhf.modules.metrics.metric_sums import MetricSums
 from lrlhf.modules.policy.load_policy import LoadedPolicy
 from lrlhf.modules.policy.policy_settings import PolicySettings

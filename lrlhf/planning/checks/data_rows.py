@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
@@ -14,10 +14,12 @@ import lightning as L
 from huggingface_hub.constants import HF_HUB_OFFLINE
 
 from lrlhf.datamodules import HubSource, Source, TextDataModule, Weighted
+from lrlhf.datamodules.core import HasTexts
 from lrlhf.datamodules.loading.sources import resolve_source
 from lrlhf.datamodules.loading.splits import FirstRows
 from lrlhf.datamodules.loading.validation import is_named
 from lrlhf.functional.names import import_value
+from lrlhf.models import TextLimits
 from lrlhf.modules import DPO
 from lrlhf.planning.checks.mistake import MistakeError
 from lrlhf.planning.checks.models import TrainedModel
@@ -37,17 +39,6 @@ _ALWAYS = {*RESERVED, *OF_RUNS, OTHER_REWARDS, "images", "videos", "audios"}
 class _PromptLike(Protocol):
     @property
     def columns(self) -> Mapping[str, Any]: ...
-
-
-class _TokensLike(Protocol):
-    @property
-    def input_ids(self) -> Sequence[int]: ...
-
-
-@runtime_checkable
-class _HasTexts(Protocol):
-    @property
-    def texts(self) -> Iterable[_TokensLike]: ...
 
 
 @dataclass(frozen=True)
@@ -81,10 +72,19 @@ def check_sources(data: Any) -> None:
                 raise MistakeError(("data", name), str(error), value=given) from error
 
 
-def taken_from(model: Any, trained: TrainedModel) -> SimpleNamespace:
-    """Return what data modules take from the module that the config describes, without weights."""
+def taken_from(model: Any, trained: TrainedModel, vocabulary: int | None = None) -> SimpleNamespace:
+    """Return what data modules take from the module that the config describes, without weights.
+
+    Args:
+        model: The section of the config.
+        trained: The model.
+        vocabulary: Rows of its embedding; None: not known.
+    """
+    # how long texts are is another check's business, which knows more of the config
+    limits = TextLimits(source=trained.spec.source, context=None, vocabulary=vocabulary)
     tokenizer = trained.tokenizer()
     return SimpleNamespace(
+        text_limits=lambda training: [limits],
         tokenizer=tokenizer,
         end_token_ids=trained.end_token_ids(tokenizer),
         processor=trained.processor(),
@@ -94,7 +94,11 @@ def taken_from(model: Any, trained: TrainedModel) -> SimpleNamespace:
 
 
 def check_rows(
-    data: Any, model: Any, trained: TrainedModel | None, build: Callable[[], L.LightningDataModule]
+    data: Any,
+    model: Any,
+    trained: TrainedModel | None,
+    vocabulary: int | None,
+    build: Callable[[], L.LightningDataModule],
 ) -> LookedAt | None:
     """Refuse data whose first rows cannot be used.
 
@@ -102,6 +106,7 @@ def check_rows(
         data: The config's entry of the data module.
         model: Of the module.
         trained: The model that it trains.
+        vocabulary: Rows of its embedding; None: not known.
         build: Makes the data module.
 
     Returns:
@@ -115,14 +120,14 @@ def check_rows(
     module = build()
     assert isinstance(module, TextDataModule)
     try:
-        splits = module.first_rows(taken_from(model, trained), ROWS)
+        splits = module.first_rows(taken_from(model, trained, vocabulary), ROWS)
     except ValueError as error:
         named = re.search(r"`(\w+)`", str(error))  # the option that the message advises to set
         option = [named[1]] if named and named[1] in options else []
         raise MistakeError(("data", *option), str(error)) from error
     rows = [row for split in splits for row in split.rows]
     lengths = [
-        len(text.input_ids) for row in rows if isinstance(row, _HasTexts) for text in row.texts
+        len(text.input_ids) for row in rows if isinstance(row, HasTexts) for text in row.texts
     ]
     columns = [row.columns for row in splits[0].rows if isinstance(row, _PromptLike)]
     return LookedAt(splits, frozenset().union(*columns), max(lengths, default=0))

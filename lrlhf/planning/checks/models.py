@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,18 @@ from lrlhf.models import (
     CausalLM,
     PretrainedSpec,
     ScoreModel,
+    TextLimits,
     ValueModel,
+    context_of,
     declared_ends,
     load_config,
     resolve_source,
 )
 from lrlhf.models.loading.meta import model_config, skeleton
 from lrlhf.models.loading.model_sources import converted_folder, locate
+from lrlhf.modules import DPO
 from lrlhf.planning.checks.mistake import MistakeError
-from lrlhf.planning.config_entries import class_of, is_ours, options_of, spec_of
+from lrlhf.planning.config_entries import class_of, is_a, is_ours, options_of, spec_of
 from lrlhf.planning.trainer_sizes import processes
 
 _TRAINED: Mapping[str, type[PretrainedSpec]] = {"policy": CausalLM, "model": ScoreModel}
@@ -51,19 +54,13 @@ class TrainedModel:
     spec: PretrainedSpec
     config: PreTrainedConfig
 
+    beside: tuple[TrainedModel, ...] = ()
+    """References and critics of their own, which read the same texts."""
+
     @property
     def context(self) -> int | None:
         """Tokens that it was made for; None: it has no limit, or none that its config tells."""
-        text = self.config.get_text_config()
-        positions = getattr(text, "max_position_embeddings", None)
-        rope = getattr(text, "rope_parameters", None)
-        if not isinstance(positions, int) or positions < 1:
-            return None
-        if not isinstance(rope, Mapping) or not isinstance(rope.get("factor"), int | float):
-            return positions
-        # the config gives the length before or after stretching, depending on the model
-        original = rope.get("original_max_position_embeddings") or positions
-        return max(positions, int(original * rope["factor"]))
+        return context_of(self.config)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Load the tokenizer; a GGUF file is not converted for it."""
@@ -100,17 +97,39 @@ def check_models(model: Any) -> TrainedModel | None:
     if not is_ours(model):
         return None
     options = options_of(model)
-    trained = None
+    trained, beside = None, []
     for name, kind in _TRAINED.items():
         if options.get(name) is not None:
             trained = _look_at(("model", name), _spec(options[name], kind))
     for group, kind in _BESIDE.items():
+        key: tuple[str, ...] = ("model", group, "model")
         entry = options_of(options.get(group)).get("model")
+        if is_a(model, DPO) and group == "reference":
+            key, entry = ("model", group), options.get(group)
         if entry is not None:
-            _look_at(("model", group, "model"), _spec(entry, kind))
+            looked_at = _look_at(key, _spec(entry, kind))
+            beside += [looked_at] if group != "teacher" else []  # which compares lengths itself
     for source in _reward_sources(options):
         _found(("model", "rewards", "functions", "source"), source)
-    return trained
+    return trained and replace(trained, beside=tuple(beside))
+
+
+def check_built(trained: TrainedModel | None) -> int | None:
+    """Build models without weights, and refuse what their options name and they do not have.
+
+    Returns:
+        Rows of the trained model's embedding; None: not known.
+    """
+    if trained is None:
+        return None
+    limits = None
+    for one in (trained, *trained.beside):
+        try:
+            model = skeleton(one.spec, body=not isinstance(one.spec, CausalLM))
+        except ValueError as error:
+            raise MistakeError(one.key, str(error), value=one.spec.source) from error
+        limits = limits or TextLimits.of(model)
+    return None if limits is None else limits.vocabulary
 
 
 def _spec(entry: Any, kind: type[PretrainedSpec]) -> PretrainedSpec:

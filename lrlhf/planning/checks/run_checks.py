@@ -20,7 +20,7 @@ from lrlhf.planning.checks.data_rows import (
 from lrlhf.planning.checks.folders import check_folders
 from lrlhf.planning.checks.logins import check_hub, check_wandb
 from lrlhf.planning.checks.mistake import MistakeError, RefusedError
-from lrlhf.planning.checks.models import check_main_memory, check_models
+from lrlhf.planning.checks.models import check_built, check_main_memory, check_models
 from lrlhf.planning.checks.reward_templates import check_reward_templates
 from lrlhf.planning.checks.together import (
     check_batches,
@@ -114,7 +114,8 @@ def check_run(sections: dict[str, Any], parts: Parts, *, trains: bool) -> Iterat
             f"model    {'.'.join(trained.key)} {trained.spec.source} "
             f"({trained.config.model_type}, {trained.context or 'any number of'} tokens)"
         )
-    seen = _tried(check_rows, data, model, trained, parts.data)
+    vocabulary = _tried(check_built, trained)
+    seen = _tried(check_rows, data, model, trained, vocabulary, parts.data)
     if seen is not None:
         yield from _of_rows(seen)
         if trains and ranks:
@@ -125,7 +126,7 @@ def check_run(sections: dict[str, Any], parts: Parts, *, trains: bool) -> Iterat
         if read is not None:
             yield f"rewards  read {', '.join(read) or 'no column'}"
         _tried(check_reward_templates, model, seen)
-    if lengths := trained and _tried(check_context, model, data, trained, seen):
+    if lengths := trained and _tried(check_context, settings, data, trained, seen):
         yield f"lengths  {lengths}"
 
 

@@ -14,6 +14,7 @@ from lrlhf.callbacks import KLControl
 from lrlhf.callbacks.kl_control import NOTHING_TO_ADAPT
 from lrlhf.datamodules import RowDataModule
 from lrlhf.datamodules.loading.splits import FirstRows
+from lrlhf.models import TextLimits
 from lrlhf.modules.policy.batch_plan import BatchPlan, Quantity
 from lrlhf.modules.policy.policy_settings import PolicySettings
 from lrlhf.modules.policy.sampler_checks import check_beside, check_compared, check_evaluation
@@ -187,37 +188,37 @@ def check_interval(
         )
 
 
-def check_context(model: Any, data: Any, trained: TrainedModel, seen: LookedAt | None) -> str:
+def check_context(
+    settings: PolicySettings | None, data: Any, trained: TrainedModel, seen: LookedAt | None
+) -> str:
     """Refuse texts that are longer than what the model was made for.
 
     Returns:
         The lengths, in words; nothing where they are not known.
     """
-    sampling = options_of(options_of(model).get("sampling"))
-    responses, said = sampling.get("max_new_tokens") or 0, ("sampling", "max_new_tokens")
-    episodes = options_of(options_of(model).get("episodes"))
-    if episodes.get("history") == "template" or episodes.get("agent"):
-        # a row holds more than the policy sees at a time, of which only the first turn is known
-        responses, said = episodes.get("max_turn_tokens") or 0, ("episodes", "max_turn_tokens")
-    limit = "max_prompt_tokens" if sampling else "max_tokens"
+    responses, option = settings.response_tokens(training=True) if settings else (0, "")
+    limit = "max_prompt_tokens" if settings else "max_tokens"
     tokens, origin = options_of(data).get(limit), f"data.{limit}"
     if tokens is None:
-        what = "prompt" if sampling else "answer with its prompt"
+        what = "prompt" if settings else "answer with its prompt"
         tokens, origin = (
             (seen.longest, f"the longest {what} looked at") if seen else (1, "a prompt")
         )
-    added = f" and model.{'.'.join(said)} is {responses}" if responses else ""
-    if trained.context is not None and tokens + responses > trained.context:
-        key = ("model", *said) if responses else ("data", limit)
-        together = f", {tokens + responses} together" if responses else ""
-        raise MistakeError(
-            key,
-            f"{trained.spec.source} reads at most {trained.context} tokens "
-            f"(max_position_embeddings); {origin} is {tokens}{added}{together}",
+    for one in (trained, *trained.beside):
+        limits = TextLimits(
+            source=one.spec.source,
+            context=one.context,
+            response=responses,
+            option=f"model.{option}",
         )
+        try:
+            limits.refuse_length(tokens, origin)
+        except ValueError as error:
+            key = ("model", *option.split(".")) if responses else ("data", limit)
+            raise MistakeError(key, str(error)) from error
     if seen is None and options_of(data).get(limit) is None:
         return ""
-    shown = f"{origin} {tokens}" + (f" + {said[-1]} {responses}" if responses else "")
+    shown = f"{origin} {tokens}" + (f" + {option.split('.')[-1]} {responses}" if responses else "")
     return f"{shown}, of {trained.context or 'any number of'} tokens"
 
 
