@@ -13,7 +13,6 @@ from lrlhf.rewards import Rewards
 from lrlhf.rollout import Sampling
 
 MODEL = sys.argv[1] if len(sys.argv) > 1 else "HuggingFaceTB/SmolLM2-135M-Instruct"
-SEED = int(sys.argv[2]) if len(sys.argv) > 2 else 1
 
 
 def sums():
@@ -35,6 +34,7 @@ def number(completions, **kwargs):
 
 
 if __name__ == "__main__":
+    seed = int(sys.argv[2]) if len(sys.argv) > 2 else 1
     rows = sums()
     module = RLOO(
         policy=MODEL,
@@ -44,13 +44,13 @@ if __name__ == "__main__":
         eval_sampling=Sampling(max_new_tokens=3, temperature=1.0),
         reference=Reference(kl_coef=0.05),
         optimizer=OptimizerConfig(lr=2e-5),
-        seed=SEED,
+        seed=seed,
     )
     data = PromptDataModule(
-        train=rows["train"], val=rows["test"], batch_size=8, val_batch_size=64, seed=SEED
+        train=rows["train"], val=rows["test"], batch_size=8, val_batch_size=64, seed=seed
     )
     trainer = Trainer(
-        default_root_dir=f"runs/rloo_lrlhf_{SEED}",
+        default_root_dir=f"runs/rloo_lrlhf_{seed}",
         max_steps=20,
         val_check_interval=10,
         check_val_every_n_epoch=None,

@@ -7,7 +7,6 @@ from datasets import Dataset
 from trl import RLOOConfig, RLOOTrainer
 
 MODEL = sys.argv[1] if len(sys.argv) > 1 else "HuggingFaceTB/SmolLM2-135M-Instruct"
-SEED = int(sys.argv[2]) if len(sys.argv) > 2 else 1
 
 
 def sums():
@@ -29,9 +28,10 @@ def number(completions, **kwargs):
 
 
 if __name__ == "__main__":
+    seed = int(sys.argv[2]) if len(sys.argv) > 2 else 1
     data = sums()
     config = RLOOConfig(
-        output_dir=f"runs/rloo_trl_{SEED}",
+        output_dir=f"runs/rloo_trl_{seed}",
         num_generations=4,
         per_device_train_batch_size=32,
         max_completion_length=3,
@@ -50,7 +50,7 @@ if __name__ == "__main__":
         report_to="none",
         bf16=False,
         gradient_checkpointing=False,
-        seed=SEED,
+        seed=seed,
     )
     trainer = RLOOTrainer(
         model=MODEL,
@@ -60,4 +60,4 @@ if __name__ == "__main__":
         eval_dataset=data["test"],
     )
     trainer.train()
-    trainer.save_model(f"runs/rloo_trl_{SEED}/final")
+    trainer.save_model(f"runs/rloo_trl_{seed}/final")

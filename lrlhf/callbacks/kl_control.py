@@ -29,7 +29,7 @@ class KLControl(KeepsArguments, L.Callback):
     Args:
         mode: ``adaptive``, or ``fixed`` to keep the coefficient at ``init_coef``: that of the
             configuration, also where a resumed run has another. An adaptive one goes on from the
-            checkpoint's.
+            checkpoint's, unless the configured start has changed.
         init_coef: Coefficient of the first iteration; None: the module's own.
         target: KL per response to hold, in nats summed over its tokens (``kl/sequence``).
         horizon: Responses over which a persistent error of 20 % changes the coefficient by
@@ -73,8 +73,11 @@ class KLControl(KeepsArguments, L.Callback):
             )
         if self.mode == "adaptive" and pl_module.kl_coef == 0:
             raise ValueError(NOTHING_TO_ADAPT)
-        if self._coef is None:
-            self._coef = pl_module.kl_coef if self.init_coef is None else self.init_coef
+        if self.init_coef is None:
+            # the module's own goes on from a checkpoint too, unless its configuration has changed
+            self._coef = pl_module.kl_coef
+        elif self._coef is None:
+            self._coef = self.init_coef
         pl_module.kl_coef = self._coef
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
@@ -84,11 +87,14 @@ class KLControl(KeepsArguments, L.Callback):
             self._coef = pl_module.kl_coef = self._adapted(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"coef": self._coef}
+        return {"coef": self._coef, "init_coef": self.init_coef}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # a fixed coefficient is what the configuration says, also after a resume
-        if self.mode == "adaptive":
+        # what the configuration says goes first: a fixed coefficient, and a start that has changed
+        if (
+            self.mode == "adaptive"
+            and state_dict.get("init_coef", self.init_coef) == self.init_coef
+        ):
             self._coef = state_dict["coef"]
 
     def _adapted(self, trainer: L.Trainer, module: KLPenalized) -> float:

@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -17,11 +17,12 @@ from lrlhf.analysis.reward_lab.scoring import ScoredResponses, reads_media, scor
 from lrlhf.analysis.reward_lab.shown import of_record
 from lrlhf.analysis.reward_lab.times import with_times
 from lrlhf.datamodules.rows.media_rows import MediaReader
-from lrlhf.media import MediaProcessor, MediaRefs
+from lrlhf.media import MediaRefs
 from lrlhf.rewards import Rewards
 from lrlhf.rewards.functions.numeric_answer import NumericAnswer
 from lrlhf.statistics.proportions import wilson_interval
 from tests.conftest import build_tokenizer
+from tests.vlms import build_vlm
 
 NAN = math.nan
 
@@ -253,8 +254,7 @@ def image(folder: Path, name: str, width: int) -> str:
 
 
 def test_images_of_rows_reach_the_functions_and_tell_prompts_apart(tmp_path: Path) -> None:
-    # what reads the rows needs none of its methods
-    media = MediaReader(cast(MediaProcessor, object()))
+    media = MediaReader(build_vlm("qwen2_vl").processor)
     small, large = image(tmp_path, "small.png", 8), image(tmp_path, "large.png", 16)
     turns = [{"role": "user", "content": [{"type": "image", "image": small},
                                           {"type": "text", "text": "What is it?"}]}]  # fmt: skip
@@ -282,7 +282,7 @@ def test_images_of_rows_reach_the_functions_and_tell_prompts_apart(tmp_path: Pat
 
 
 def test_an_image_that_cannot_be_read_is_named_where_a_function_asks_for_it(tmp_path: Path) -> None:
-    media = MediaReader(cast(MediaProcessor, object()))
+    media = MediaReader(build_vlm("qwen2_vl").processor)
     path = write(tmp_path / "rows.jsonl", [
         {"prompt": "p", "completion": "1", "image": image(tmp_path, "there.png", 8)},
         {"prompt": "p", "completion": "1", "image": "missing.png"},

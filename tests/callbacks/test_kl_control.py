@@ -55,6 +55,22 @@ def test_a_fixed_coefficient_is_the_configured_one_after_a_resume_too(tmp_path: 
     assert spy.used == [0.2]
 
 
+@pytest.mark.parametrize(("configured", "used"), [(0.5, 0.51), (0.25, 0.25)])
+def test_an_adapted_coefficient_goes_on_unless_another_start_is_configured(
+    tmp_path: Path, configured: float, used: float
+) -> None:
+    first, again = (
+        KLControl(init_coef=0.5, target=2.0, horizon=100),
+        KLControl(init_coef=configured),
+    )
+    run = trainer(tmp_path, first)
+    run.fit(ToyPolicy(kl=[20.0]), batches(1))  # 0.5 * 1.02
+    module = ToyPolicy(kl=[])
+    again.load_state_dict(first.state_dict())
+    again.on_train_start(run, module)
+    assert module.kl_coef == pytest.approx(used)
+
+
 def test_a_resumed_run_goes_on_with_the_adapted_coefficient(tmp_path: Path) -> None:
     options = {"init_coef": 0.5, "target": 2.0, "horizon": 100}
     first = trainer(tmp_path, KLControl(**options))

@@ -89,7 +89,8 @@ def sequences(kind: str, said: str, **options: Any) -> list[list[int]]:
     """The ids of every text of a row."""
     module, own, row = KINDS[kind]
     tools = [{"type": "function", "function": {"name": "f", "description": said}}]
-    rows = [{**row(said), "tools": tools}]
+    shown = "tools" in options["chat_template"]  # else such a row is refused
+    rows = [{**row(said), **({"tools": tools} if shown else {})}]
     data = module(Rows(rows), batch_size=1, shuffle=False, **{**own, **options})
     data.setup("fit")
     (batch,) = data.train_dataloader()

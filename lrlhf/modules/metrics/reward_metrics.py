@@ -146,8 +146,9 @@ class RewardMetrics(Metric):
         for part in filter(None, own):
             states = {name: state.to(self.device) for name, state in part.items()}
             scores0, scores1, labels, losses = states["pairs"].unbind(dim=-1)
-            further = {name: states.get(name) for name in ("sources", "prompts")}
-            self.update(scores0, scores1, losses, labels, states["lengths"], **further)
+            lengths, sources = states["lengths"], states.get("sources")
+            prompts = states.get("prompts")
+            self.update(scores0, scores1, losses, labels, lengths, sources=sources, prompts=prompts)
 
     @staticmethod
     def renumbered(seen: Mapping[str, Tensor], numbers: Sequence[int]) -> dict[str, Tensor]:
@@ -189,10 +190,10 @@ class RewardMetrics(Metric):
         )
 
     def _summary(self, pairs: Tensor, lengths: Tensor, prompts: Tensor) -> RewardSummary:
-        heads = {
-            name: HeadPairs(*pairs[:, i].unbind(dim=-1), lengths, prompts)
-            for i, name in enumerate(self.head_names)
-        }
+        heads = {}
+        for index, name in enumerate(self.head_names):
+            scores0, scores1, labels, losses = pairs[:, index].unbind(dim=-1)
+            heads[name] = HeadPairs(scores0, scores1, labels, losses, lengths, prompts)
         if len(pairs) == 0:
             return RewardSummary({}, heads)
         weighted = [

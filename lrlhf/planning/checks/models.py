@@ -78,7 +78,7 @@ class TrainedModel:
         if _unconverted(self.spec.source) is None:
             with contextlib.suppress(OSError):  # there need not be any
                 generation = GenerationConfig.from_pretrained(
-                    resolve_source(self.spec.source), revision=self.spec.revision
+                    resolve_source(self.spec.source), revision=self.spec.revision or "main"
                 )
         return declared_ends(generation, self.config, tokenizer)
 
