@@ -67,12 +67,6 @@ class RunFiles:
         return [Path(root).expanduser() for root in dict.fromkeys(_roots(data))]
 
     @property
-    def media(self) -> list[Path]:
-        """The folders of images, videos and audio that the config names: ``media.root``."""
-        data = self.config.get("data")
-        return [Path(root).expanduser() for root in dict.fromkeys(_roots(data))]
-
-    @property
     def evaluations(self) -> dict[int, Path]:
         """The file of each evaluation, by step, in order."""
         found = ((_EVALUATION.fullmatch(path.name), path) for path in self.folder.iterdir())

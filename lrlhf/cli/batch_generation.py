@@ -16,7 +16,8 @@ from lrlhf.callbacks.output_files import json_line
 from lrlhf.cli.answer_file import AnswerFile
 from lrlhf.cli.messages.errors import ConfigError
 from lrlhf.cli.trained_policy import TrainedPolicy, load_named
-from lrlhf.datamodules.loading.files import is_data_file, read_rows_of_file
+from lrlhf.datamodules import FileSource
+from lrlhf.datamodules.loading.files import is_data_file
 from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow
 from lrlhf.datamodules.rows.chat import ChatFormat
 from lrlhf.datamodules.rows.collate import PromptRow
@@ -221,10 +222,11 @@ def _raw_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
         return
     if not is_data_file(path):
         raise ConfigError(
-            f"{path}: prompts are read from .jsonl, .json, .csv, .parquet (each also .gz) and .txt"
+            f"{path}: prompts are read from .jsonl, .json, .csv, .parquet (each also .gz or .zst) "
+            "and .txt"
         )
     try:
-        for number, row in enumerate(read_rows_of_file(path), start=1):
+        for number, row in enumerate(FileSource(str(path)), start=1):
             if isinstance(row, BadRow):
                 raise _refusal(path, number, row)
             yield number, row

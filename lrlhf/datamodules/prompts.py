@@ -177,14 +177,18 @@ def _parser_of(
 def tokenize_drafts(
     tokenizer: PreTrainedTokenizerBase, drafts: Sequence[PromptDraft]
 ) -> list[PromptRow | BadRow]:
-    """Tokenise prompts that were parsed; their images and videos are still to be read."""
+    """Tokenise prompts that were parsed; their images and videos are still to be read.
+
+    A column that a row lacks is None, so that rewards get the same of rows and of a table.
+    """
+    every = dict.fromkeys(name for draft in drafts for name in draft.columns)
     tokens = tokenize_prompts(tokenizer, [draft.text for draft in drafts])
     return [
         PromptRow(
             input_ids=ids,
             unread=Unread(draft.text, draft.refs) if draft.refs else None,
             prompt=draft.prompt,
-            columns=draft.columns,
+            columns={**every, **draft.columns},
         )
         for draft, ids in zip(drafts, tokens, strict=True)
     ]

@@ -108,7 +108,7 @@ class RowKind(Generic[DraftT, RowT, BatchT]):
             # where there are several sources, the column keeps results apart
             added = {"source": component.name} if len(components) > 1 else {}
             for source in component.sources:
-                for number, row in enumerate(islice(source.rows(), limit), start=1):
+                for number, row in enumerate(islice(source, limit), start=1):
                     place = f"{source.name}:{number}"
                     bad_rows.total += 1
                     try:

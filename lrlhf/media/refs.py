@@ -81,7 +81,7 @@ class MediaRefs:
     images: tuple[Any, ...] = ()
     videos: tuple[Any, ...] = ()
     audios: tuple[Any, ...] = ()
-    columns: frozenset[str] = field(default=frozenset(), compare=False)
+    columns: frozenset[str] = field(default=frozenset(), compare=False, kw_only=True)
 
     def __len__(self) -> int:
         return len(self.images) + len(self.videos) + len(self.audios)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lrlhf.datamodules.loading.plain_rows import plain
 from lrlhf.datamodules.loading.python_rows import Rows, check_rows, is_table, read_rows
 from lrlhf.media import BadRow
 
@@ -39,7 +40,8 @@ def rows_of(prompts: Any, images: Any) -> tuple[list[Mapping[str, Any]], bool]:
             f"there are images for {len(shown)} prompts, and {len(listed)} prompts; give an image, "
             "a list of images or None for each"
         )
-    return [_row(prompt, own) for prompt, own in zip(listed, shown, strict=True)], alone
+    rows = [_row(prompt, own) for prompt, own in zip(listed, shown, strict=True)]
+    return [{name: plain(value) for name, value in row.items()} for row in rows], alone
 
 
 def refusal(number: int, problem: BadRow) -> ValueError:

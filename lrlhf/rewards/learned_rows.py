@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from lrlhf.media import MediaRefs
 from lrlhf.models import TEMPLATE_ERRORS, context_of, reader_of, rejoined, split_messages
+from lrlhf.models.chat_messages import readable_messages
 from lrlhf.rewards.function import Completion, RewardError, completion_text, content_text
 from lrlhf.types import Media, Message, Prompt, SequenceBatch
 
@@ -224,7 +225,9 @@ def _rendered(
 ) -> str:
     try:
         text = tokenizer.apply_chat_template(
-            split_messages(tokenizer, turns, template),
+            readable_messages(
+                split_messages(tokenizer, turns, template), tokenizer.get_chat_template(template)
+            ),
             chat_template=template,
             tokenize=False,
             add_generation_prompt=open_turn,

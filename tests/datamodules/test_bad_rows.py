@@ -14,10 +14,10 @@ USER = {"role": "user", "content": "hi"}
 
 PROMPTS: list[tuple[Any, str, str, dict[str, Any]]] = [
     ('{"prompt": "a"', "unparsable JSON", "", {}),
-    ("\udcff", "unparsable JSON", "", {}),  # no UTF-8
+    ("\udcff", "not UTF-8", "0xFF", {}),  # no UTF-8
     ("[1, 2]", "wrong type", "not list", {}),
     ({"promt": "a"}, "missing column", "did you mean 'promt'", {}),
-    ({"prompt": None}, "wrong type", "NoneType", {}),
+    ({"prompt": None}, "missing column", "no value", {}),
     ({"prompt": "  \n"}, "empty text", "'prompt'", {}),
     ({"prompt": [{"content": "hi"}]}, "wrong type", "no role", {}),
     ({"prompt": [{"role": "user"}]}, "empty text", "content", {}),

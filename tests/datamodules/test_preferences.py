@@ -293,7 +293,7 @@ def test_pairs_without_a_prompt_are_split_by_text() -> None:
 
 
 def test_info_can_be_written_as_json() -> None:
-    info = first({**PAIR, "score": math.nan}).info[0]
+    info = first({**PAIR, "score": math.inf, "missing": math.nan}).info[0]
     assert json.loads(json.dumps(info, allow_nan=False)) == {"score": None}
 
 

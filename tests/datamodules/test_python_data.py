@@ -104,14 +104,14 @@ def test_a_cell_without_a_value_is_missing_whatever_the_frame_writes_for_it() ->
         t=pd.to_datetime(pd.Series(["2020-01-01", None])),
         b=pd.array([True, None], dtype="boolean"),
     )
-    _, second = MemorySource(frame).rows()
+    _, second = MemorySource(frame)
     assert second == {"prompt": "b", "f": None, "o": None, "i": None, "t": None, "b": None}
-    first, _ = MemorySource(frame).rows()
+    first, _ = MemorySource(frame)
     assert (first["f"], first["i"], first["b"]) == (1.5, 1, True)
     rows = [{"prompt": "b", "f": np.float32("nan"), "o": math.nan, "i": pd.NA, "t": pd.NaT}]
-    assert list(MemorySource(rows).rows()) == [dict.fromkeys("foit") | {"prompt": "b"}]
+    assert list(MemorySource(rows)) == [dict.fromkeys("foit") | {"prompt": "b"}]
     # a missing margin is no number, and a missing prompt a bad row
-    with pytest.raises(BadDataError, match=r"DataFrame:2: column 'prompt' should be text"):
+    with pytest.raises(BadDataError, match=r"DataFrame:2: column 'prompt' has no value"):
         prompts(pd.DataFrame({"prompt": ["a", np.nan]}), max_bad_fraction=0.1)
 
 

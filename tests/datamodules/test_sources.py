@@ -1,23 +1,30 @@
 import csv
 import gzip
 import json
+import math
+import os
+import re
+from datetime import date, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import datasets
 import huggingface_hub.constants
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from lrlhf.datamodules import BadDataError, BadRow, FileSource, HubSource, Weighted
+from lrlhf.datamodules import BadDataError, BadRow, FileSource, HubSource, MemorySource, Weighted
+from lrlhf.datamodules.loading import files
 from lrlhf.datamodules.loading.sources import components_of, resolve_source
 
 ROWS = [{"prompt": "one", "answer": "ä"}, {"prompt": "two", "answer": "β\n"}]
 
 
 def write(path: Path) -> None:
-    plain = path.with_suffix("") if path.suffix == ".gz" else path
+    plain = path.with_suffix("") if path.suffix in (".gz", ".zst") else path
     if plain.suffix == ".parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), plain)
     elif plain.suffix == ".csv":
@@ -29,6 +36,9 @@ def write(path: Path) -> None:
         plain.write_text(json.dumps(ROWS), encoding="utf-8")
     else:
         plain.write_text("\n".join(map(json.dumps, ROWS)), encoding="utf-8")
+    if path.suffix == ".zst":
+        path.write_bytes(pyarrow.compress(plain.read_bytes(), codec="zstd", asbytes=True))
+        plain.unlink()
     if path.suffix == ".gz":
         path.write_bytes(gzip.compress(plain.read_bytes()))
         plain.unlink()
@@ -38,7 +48,7 @@ def write(path: Path) -> None:
 CUT_GZIP = gzip.compress(b'{"a": 1}\n' * 500, mtime=0)[:-12]
 
 
-@pytest.mark.parametrize("compressed", ["", ".gz"])
+@pytest.mark.parametrize("compressed", ["", ".gz", ".zst"])
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".csv"])
 def test_every_file_format_gives_the_same_rows(
     tmp_path: Path, suffix: str, compressed: str
@@ -46,7 +56,7 @@ def test_every_file_format_gives_the_same_rows(
     path = tmp_path / f"data.v2{suffix}{compressed}"
     write(path)
     (source,) = resolve_source(str(path))
-    assert list(source.rows()) == ROWS
+    assert list(source) == ROWS
     assert source.name == str(path)
 
 
@@ -106,13 +116,13 @@ def test_a_hub_id_carries_config_and_split(
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     (source,) = resolve_source(text)
     assert isinstance(source, HubSource)
-    assert list(source.rows()) == [{"asked": list(expected)}]
+    assert list(source) == [{"asked": list(expected)}]
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("x.json", b'{"prompt": 1}', "it holds one dict"),
+        ("x.json", b'{\n"prompt": 1}', "it holds one dict"),
         ("x.json", b"[1", "cannot be read as .json"),
         ("x.parquet", b"PAR1", "cannot be read as .parquet"),
         ("x.jsonl.gz", b"not gzip", "cannot be read as .jsonl"),
@@ -135,6 +145,102 @@ def test_blank_lines_count_only_between_rows(tmp_path: Path) -> None:
     first, blank, last = FileSource(str(path)).rows()
     assert (first, last) == ({"a": 1}, {"a": 2})
     assert isinstance(blank, BadRow)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.jsonl", b'{"a": 1, "a": 2}', r"the key 'a' stands twice"),
+        ("x.jsonl", b'{"a": {"b": 1, "b": 2}}', r"the key 'b' stands twice"),
+        ("x.jsonl", '{"a": "\u00e9"}'.encode("cp1252"), r"0xE9.* is no UTF-8"),
+        ("x.json", '[{"a": "\u00e9"}]'.encode("cp1252"), r"0xE9.* is no UTF-8"),
+        ("x.csv", "a\n\u00e9\n".encode("cp1252"), r"0xE9.* is no UTF-8"),
+        ("x.jsonl", b'{"a": ' + b"[" * 900 + b"]" * 900 + b"}", "without end"),
+    ],
+)
+def test_a_row_that_would_be_misread_is_a_bad_row(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    (row,) = FileSource(str(tmp_path / name))
+    assert isinstance(row, BadRow)
+    assert re.search(message, row.detail)
+
+
+def test_columns_that_stand_twice_are_refused_by_name(tmp_path: Path) -> None:
+    twice = pyarrow.table([pyarrow.array([1]), pyarrow.array([2])], names=["a", "a"])
+    pyarrow.parquet.write_table(twice, tmp_path / "x.parquet")
+    (tmp_path / "x.csv").write_text("a,b,a\n1,2,3\n")
+    pairs = pyarrow.map_(pyarrow.string(), pyarrow.int64())
+    a_map = pyarrow.table({"m": pyarrow.array([[("k", 1), ("k", 2)]], pairs)})
+    for data in (tmp_path / "x.parquet", tmp_path / "x.csv", twice, a_map):
+        source = FileSource(str(data)) if isinstance(data, Path) else MemorySource(data)
+        with pytest.raises(BadDataError, match=r"several columns 'a'|two columns 'a'|key was 'k'"):
+            list(source)
+
+
+def test_what_never_ends_is_refused_before_it_fills_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "device.csv").symlink_to("/dev/zero")
+    for name in ("pipe.jsonl", "device.csv"):
+        with pytest.raises(BadDataError, match=f"{name}: .* it is no regular file"):
+            list(FileSource(str(tmp_path / name)))
+    monkeypatch.setattr(files, "_LONGEST", 2**16)
+    endless = gzip.compress(b"[" * 2**20)
+    for name in ("x.jsonl.gz", "x.json.gz", "x.csv.gz"):
+        (tmp_path / name).write_bytes(endless)
+        with pytest.raises(BadDataError, match=f"{name}: .* more than 65,536 characters"):
+            list(FileSource(str(tmp_path / name)))
+    monkeypatch.setattr(files, "_UNPACKED", 2**16)
+    monkeypatch.setattr(files, "_RATIO", 10)
+    monkeypatch.setattr(files, "_ROWS", 1000)
+    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(b"\n" * 2000 + b"{}"))
+    with pytest.raises(BadDataError, match="more than 1,000 empty lines"):
+        list(FileSource(str(tmp_path / "x.jsonl.gz")))
+    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(b"{}\n" * 2000))
+    with pytest.raises(BadDataError, match="unpacks to more than 1,000 rows"):
+        list(FileSource(str(tmp_path / "x.jsonl.gz")))
+    row = b'{"a": "' + b"x" * 1000 + b'"}\n'
+    for name, content in (
+        ("x.jsonl.gz", gzip.compress(row * 200)),
+        ("x.jsonl.zst", pyarrow.compress(row * 200, codec="zstd", asbytes=True)),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(BadDataError, match=f"{name}: .* far more than its own size"):
+            list(FileSource(str(tmp_path / name)))
+    pyarrow.parquet.write_table(
+        pyarrow.table({"a": ["x" * 1000] * 1000}), tmp_path / "x.parquet", compression="zstd"
+    )
+    with pytest.raises(BadDataError, match=r"x.parquet: .* far more than its own size"):
+        list(FileSource(str(tmp_path / "x.parquet")))
+
+
+def test_the_values_of_tables_are_those_of_json() -> None:
+    """Dates are text in JSON, decimals numbers, maps objects, and tuples lists."""
+    table = pyarrow.table(
+        {
+            "at": pyarrow.array([datetime(2020, 1, 2, 3)], pyarrow.timestamp("ns")),
+            "day": [date(2020, 1, 2)],
+            "price": [Decimal("1.50")],
+            "counts": pyarrow.array(
+                [[("k", 1), ("l", None)]], pyarrow.map_(pyarrow.string(), pyarrow.int64())
+            ),
+            "word": pyarrow.array(["x"]).dictionary_encode(),
+            "long": pyarrow.array([["x"]], pyarrow.large_list(pyarrow.large_string())),
+            "view": pyarrow.array([["x"]], pyarrow.list_view(pyarrow.string())),
+        }
+    )
+    expected = {
+        **{"at": "2020-01-02T03:00:00", "day": "2020-01-02", "price": 1.5, "counts": {"k": 1}},
+        **{"word": "x", "long": ["x"], "view": ["x"]},
+    }
+    assert list(MemorySource(table)) == [expected]
+    held = {"at": np.datetime64("2020-01-02T03", "ns"), "day": date(2020, 1, 2)}
+    held |= {"price": Decimal("1.50"), "counts": {"k": np.int8(1), "l": math.nan}}
+    held |= {"word": np.str_("x"), "long": ("x",), "view": np.array(["x"])}
+    assert list(MemorySource([held])) == [expected]
 
 
 def test_impossible_mixtures_are_refused() -> None:

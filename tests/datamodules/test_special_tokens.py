@@ -153,12 +153,11 @@ def test_what_an_answer_learns_is_the_same_text() -> None:
 @pytest.mark.parametrize("loss_on", ["assistant", "all"])
 def test_marks_of_media_in_a_text_show_nothing(loss_on: str, vlm_folder: str) -> None:
     tokenizer: PreTrainedTokenizerBase = vlm().tokenizer
-    shown = [{"type": "image"}, {"type": "text", "text": "is <|image_pad|> one?"}]
-    row = {"messages": [turn("user", shown), turn("assistant", "<|image_pad|>: yes")]}
     picture = Image.fromarray(np.zeros((28, 56, 3), np.uint8))
-    data = SupervisedDataModule(
-        [{**row, "images": [picture]}], tokenizer=vlm_folder, batch_size=1, loss_on=loss_on
-    )
+    asked = {"type": "text", "text": "is <|image_pad|> one?"}
+    shown = [{"type": "image", "image": picture}, asked]
+    row = {"messages": [turn("user", shown), turn("assistant", "<|image_pad|>: yes")]}
+    data = SupervisedDataModule([row], tokenizer=vlm_folder, batch_size=1, loss_on=loss_on)
     data.setup("fit")
     (batch,) = data.train_dataloader()
     ids = batch.input_ids[0].tolist()

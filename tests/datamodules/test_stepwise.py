@@ -101,7 +101,7 @@ def test_one_prompt_is_never_in_both_splits() -> None:
         ({"completions": []}, "column 'completions' is an empty list"),
         ({"completions": ["a", " "]}, "step 2 of column 'completions' is empty"),
         ({"completions": ["a", 3]}, "step 2 of column 'completions' should be text, not 3"),
-        ({"completions": None}, "column 'completions' should be a list"),
+        ({"completions": None}, "column 'completions' has no value"),
         ({"prompt": ""}, "column 'prompt' is empty"),
     ],
 )

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from lrlhf.analysis.reward_lab.shown import check_readable, of_record
-from lrlhf.datamodules.loading.files import read_rows_of_file
+from lrlhf.datamodules import FileSource
+from lrlhf.datamodules.loading.plain_rows import plain
 from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.chat import read_messages
+from lrlhf.datamodules.rows.columns import structure_of, with_turns
 from lrlhf.datamodules.rows.media_rows import MediaReader, media_columns
 from lrlhf.media import MediaRefs
 from lrlhf.rewards import TextSegment, completion_text
@@ -67,7 +69,7 @@ def given_responses(
     *,
     reads_media: bool = False,
 ) -> list[GivenResponse]:
-    """Read responses from a file of rows (.jsonl, .json, .parquet, .csv, each optionally .gz).
+    """Read responses from a file of rows (.jsonl, .json, .parquet or .csv, perhaps .gz or .zst).
 
     A row has a ``prompt`` (text or messages) with a ``completion``, or several ``completions``,
     each text or messages; the other columns go to the rewards. Or it is a line of
@@ -82,7 +84,7 @@ def given_responses(
         ValueError: A row cannot be used, or there is none; names file and row.
     """
     found: list[GivenResponse] = []
-    for number, row in enumerate(read_rows_of_file(path), start=1):
+    for number, row in enumerate(FileSource(str(path)).rows(), start=1):
         try:
             if isinstance(row, BadRow):
                 raise row
@@ -100,14 +102,17 @@ def given_responses(
 def _given(
     record: Mapping[str, Any], place: str, folder: Path, media: MediaReader
 ) -> Iterator[GivenResponse]:
-    several = record.get("completions")
+    of_run = all(isinstance(record.get(name), Mapping) for name in ("columns", "rewards"))
+    if not of_run:  # else it is as it was written by a run
+        record = {name: plain(value) for name, value in record.items()}
+        record = with_turns(record, "prompt", "completion")
+    several = structure_of(record, "completions", list)
     completions = [record.get("completion")] if several is None else several
     if completions == []:
         raise ValueError("completions is an empty list; leave the row out")
     if not isinstance(completions, list) or completions == [None]:
         near = ", ".join(sorted(record)) or "none"
         raise ValueError(f"there is no column completion or completions (columns: {near})")
-    of_run = all(isinstance(record.get(name), Mapping) for name in ("columns", "rewards"))
     asked = _of_run(record, media) if of_run else _of_row(record, folder, media)
     for completion in completions:
         if not isinstance(completion, str | list):

@@ -152,7 +152,7 @@ def look_at(responses: Sequence[Response], unit: str = "tokens") -> Lab:
         },
         facts=_facts(names, values, lengths),
         without_value={
-            name: [responses[row] for row in np.flatnonzero(np.isnan(own))]
+            name: [responses[row] for row in np.flatnonzero(np.isnan(own)).tolist()]
             for name, own in values.items()
         },
         short_and_high=_short_and_high(responses, values[SCORE], lengths, unit),

@@ -43,7 +43,7 @@ def rows_of_files(path: Path) -> Iterator[FileAndRow]:
         raise BadDataError(f"there is no file or folder {str(path)!r}{nearest_path(path)}")
     for source in resolve_source(str(path)):
         empty = True
-        for row in source.rows():
+        for row in source:
             empty = False
             yield Path(source.name), row
         if empty:

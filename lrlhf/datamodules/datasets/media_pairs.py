@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +20,7 @@ from lrlhf.datamodules.datasets.media_formats import (
     reasoned,
     rows_of_files,
 )
+from lrlhf.datamodules.loading.files import read_document
 from lrlhf.datamodules.loading.sources import Row, Source
 from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, missing_column, nearest
 from lrlhf.datamodules.rows.columns import number_of, text_of, wrong_type
@@ -130,8 +130,8 @@ def _rows_with_ids(path: Path) -> Iterator[FileAndRow]:
     file = path / "genai_video.json" if (path / "genai_video.json").is_file() else path
     samples: object = None
     if file.suffix.lower() == ".json":
-        with suppress(OSError, ValueError):  # told by what reads rows
-            samples = json.loads(file.read_text(encoding="utf-8"))
+        with suppress(BadDataError):  # told by what reads rows
+            samples = read_document(file)
     if not isinstance(samples, dict):
         yield from rows_of_files(file)
         return

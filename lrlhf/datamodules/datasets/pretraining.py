@@ -21,7 +21,7 @@ from lrlhf.datamodules.row_kind import RowKind
 from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.chat import ChatFormat, read_messages, with_system
 from lrlhf.datamodules.rows.collate import Candidate, right_padded
-from lrlhf.datamodules.rows.columns import text_of, wrong_type
+from lrlhf.datamodules.rows.columns import text_of, with_turns
 from lrlhf.datamodules.rows.conservation import Reached
 from lrlhf.datamodules.rows.media_rows import MediaReader, Unread
 from lrlhf.datamodules.rows.prompt_rows import column_or_dialogue
@@ -118,6 +118,7 @@ class TextParser:
 
     def __call__(self, row: Row, folder: Path | None = None) -> Unread:
         """Parse one row, or raise `BadRow`; relative paths start from ``folder``."""
+        row = with_turns(row, self.column)
         column = column_or_dialogue(
             row, self.column, default=DEFAULT_TEXT_COLUMN, setting="pretraining_column"
         )
@@ -125,8 +126,6 @@ class TextParser:
         if isinstance(row[column], str):
             (text,) = self.media.of_texts((text_of(row, column),), refs)
             return Unread(Text(text, complete=False), refs)
-        if row[column] is None:
-            raise wrong_type(column, "text or a list of messages", None)
         messages = with_system(read_messages(row[column], column), row)
         messages, refs = self.media.of_messages(messages, refs, folder)
         return Unread(Text(self.chat.render(messages, row, prompt=False), complete=True), refs)

@@ -63,7 +63,7 @@ class PublishedSteps(Source):
 
     def rows(self) -> Iterable[Row | BadRow]:
         for source in resolve_source(self._data):
-            for row in source.rows():
+            for row in source:
                 try:
                     if isinstance(row, BadRow):
                         raise row

@@ -159,7 +159,7 @@ class VerdictTasks(Source):
             remedy="write it into the contents, or leave it out",
         )
         for source in self._sources():
-            for number, row in enumerate(source.rows(), start=1):
+            for number, row in enumerate(source, start=1):
                 place = f"{source.name}:{number}"
                 try:
                     if isinstance(row, BadRow):

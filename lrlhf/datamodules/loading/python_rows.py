@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from lrlhf.datamodules.loading.path_safety import FOREIGN
-from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow
+from lrlhf.datamodules.loading.plain_rows import first_twice
+from lrlhf.datamodules.rows.bad_rows import BadDataError
 
 ACCEPTED = (
     "a path, a hub id, a list of dicts, a dict of columns, a DataFrame, an Arrow table, a "
@@ -70,16 +71,6 @@ class _HubRows(Protocol):
     def iter(self, batch_size: int) -> Any: ...
 
 
-@runtime_checkable
-class _Array(Protocol):
-    """An array, tensor or scalar of NumPy or torch."""
-
-    ndim: int
-    dtype: Any
-
-    def tolist(self) -> Any: ...
-
-
 def check_rows(data: object, what: str, *, length: int | None = None) -> None:
     """Refuse what holds no rows, in one line.
 
@@ -122,13 +113,8 @@ def check_rows(data: object, what: str, *, length: int | None = None) -> None:
         )
 
 
-def read_rows(
-    data: Any, length: int | None = None, *, name: str = "data"
-) -> Iterator[Mapping[str, Any] | BadRow]:
-    """Go through the rows that an object holds or makes.
-
-    Scalars and arrays of one dimension become plain numbers and lists, cells without a value (NaN
-    and the like) None, as in rows from files.
+def read_rows(data: Any, length: int | None = None, *, name: str = "data") -> Iterator[Any]:
+    """Go through the rows that an object holds or makes, as it has them.
 
     Args:
         data: What `check_rows` let pass.
@@ -141,12 +127,7 @@ def read_rows(
     count = 0
     for row in islice(_raw_rows(data), length):
         count += 1
-        if not isinstance(row, Mapping):
-            yield BadRow("wrong type", f"a row is a dict of columns, not {row!r:.60}")
-        elif odd := [column for column in row if not isinstance(column, str)]:
-            yield BadRow("wrong type", f"columns are named by text, not by {odd[0]!r}")
-        else:
-            yield {column: _cell(value) for column, value in row.items()}
+        yield row
     if length is not None and count < length:
         raise BadDataError(f"{name}: there are {count} rows, and length={length} are to be taken")
 
@@ -219,7 +200,7 @@ def _hub_rows(data: Any) -> Iterator[Any]:
     return (
         features.decode_example(row)
         for table in tables.iter(batch_size=_EMBEDDED if embeds else 1000)
-        for row in (_with_bytes(table) if embeds else table).to_pylist()
+        for row in rows_of_arrow(_with_bytes(table) if embeds else table)
     )
 
 
@@ -243,17 +224,33 @@ def _undecoded(feature: Any) -> Any:
 
 
 def _frame_rows(data: _Frame) -> list[dict[Any, Any]]:
-    columns = list(data.columns)
-    twice = next((column for column in columns if columns.count(column) > 1), None)
-    if twice is not None:
-        raise BadDataError(f"the {label(data)} has several columns {twice!r}: rename them")
+    _check_names(data, list(data.columns))
     rows: list[dict[Any, Any]] = data.astype(object).where(data.notna(), None).to_dict("records")
     return rows
 
 
-def _arrow_rows(data: _ArrowTable) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = importlib.import_module("pyarrow").table(data).to_pylist()
+def _arrow_rows(data: _ArrowTable) -> Iterator[dict[str, Any]]:
+    table = importlib.import_module("pyarrow").table(data)
+    _check_names(data, table.column_names)
+    return (row for batch in table.to_batches() for row in rows_of_arrow(batch))
+
+
+def rows_of_arrow(table: Any) -> list[dict[str, Any]]:
+    """Return the rows of an Arrow table or batch, its maps as mappings.
+
+    Raises:
+        BadDataError: A map has a key twice, or a struct a field.
+    """
+    try:
+        rows: list[dict[str, Any]] = table.to_pylist(maps_as_pydicts="strict")
+    except (KeyError, ValueError) as error:
+        raise BadDataError(f"a row of an Arrow table cannot be read: {error}") from error
     return rows
+
+
+def _check_names(data: object, names: Sequence[Any]) -> None:
+    if (twice := first_twice(names)) is not None:
+        raise BadDataError(f"the {label(data)} has several columns {twice!r}: rename them")
 
 
 def _column_rows(data: Mapping[Any, Any]) -> Iterator[dict[Any, Any]]:
@@ -272,29 +269,6 @@ def _check_columns(data: Mapping[Any, Any], what: str) -> None:
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{name!r} {length}" for name, length in lengths.items())
         raise BadDataError(f"{what}: the columns of the dict have different lengths: {listed}")
-
-
-def _cell(value: Any) -> Any:
-    plain = _plain(value)
-    # by their names, as pandas need not be there
-    missing = type(plain).__name__ in {"NAType", "NaTType"}
-    return None if missing or (isinstance(plain, float) and math.isnan(plain)) else plain
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as JSON would give it; what JSON has no form for stays as it is."""
-    if isinstance(value, str | bytes):
-        return value
-    if isinstance(value, Mapping):
-        if {"array", "sampling_rate"} <= value.keys():  # the samples of an audio stay an array
-            return dict(value)
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    # with more dimensions it is an image or a video
-    if isinstance(value, _Array) and (value.ndim <= 1 or value.dtype == object):
-        return _plain(value.tolist()) if value.ndim else value.tolist()
-    return value
 
 
 def is_table(value: object) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import chain, count
@@ -13,6 +13,7 @@ from typing import Any, TypeGuard, cast
 
 from lrlhf.datamodules.loading.files import FORMATS, is_data_file, read_rows_of_file
 from lrlhf.datamodules.loading.path_safety import FOREIGN
+from lrlhf.datamodules.loading.plain_rows import plain_row
 from lrlhf.datamodules.loading.python_rows import (
     RowMaker,
     Rows,
@@ -47,6 +48,10 @@ class Source(ABC):
     @abstractmethod
     def rows(self) -> Iterable[Row | BadRow]:
         """Go through the rows; a ``BadRow`` stands for one that could not be read at all."""
+
+    def __iter__(self) -> Iterator[Row | BadRow]:
+        """Go through the rows in the form that they have from every source, see `plain_row`."""
+        return map(plain_row, self.rows())
 
     @property
     def folder(self) -> Path | None:
@@ -169,7 +174,7 @@ class FileSource(Source):
     """The rows of one file.
 
     Args:
-        path: A .jsonl, .json, .parquet or .csv file, each optionally .gz.
+        path: A .jsonl, .json, .parquet or .csv file, each optionally .gz or .zst.
     """
 
     def __init__(self, path: str) -> None:
@@ -332,7 +337,9 @@ def distinct_names(sources: Iterable[str]) -> dict[str, str]:
     whole = {one: re.sub(r"[^\w.@:=-]+", "_", hide(one)).strip("_") or "_" for one in sources}
     last = {one: one.rstrip("/").rpartition("/")[2] for one in whole}
     short = {
-        one: re.sub(r"[^\w.@:=-]+", "_", re.sub(r"\.(jsonl?|parquet|csv)(\.gz)?$", "", hide(end)))
+        one: re.sub(
+            r"[^\w.@:=-]+", "_", re.sub(r"\.(jsonl?|parquet|csv)(\.(gz|zst))?$", "", hide(end))
+        )
         for one, end in last.items()
     }
     return short if len({*short.values()} - {""}) == len(short) else _numbered(whole)
@@ -353,7 +360,7 @@ def _files(source: str, paths: Sequence[Path], what: str) -> tuple[Source, ...]:
     if not files:
         raise BadDataError(
             f"{what} holds no data file{nearest_path(Path(source))}; readable are "
-            f"{', '.join(sorted(FORMATS))}, each optionally with .gz"
+            f"{', '.join(sorted(FORMATS))}, each optionally with .gz or .zst"
         )
     return tuple(FileSource(str(path)) for path in files)
 

@@ -39,12 +39,12 @@ def nearest(word: str, candidates: Iterable[str]) -> str:
 
 
 def missing_column(column: str, columns: Iterable[str], *, setting: str = "") -> BadRow:
-    """Describe a row that lacks ``column``, which the user names in ``setting``."""
+    """Describe a row that has nothing in ``column``, which the user names in ``setting``."""
     names = sorted(columns)
-    listed = ", ".join(names) or "none"
+    lacks = f"no column {column!r}{nearest(column, names)} (columns: {', '.join(names) or 'none'})"
     return BadRow(
         "missing column",
-        f"no column {column!r}{nearest(column, names)} (columns: {listed})",
+        f"column {column!r} has no value" if column in names else lacks,
         remedy=f"name the right column in `{setting}`" if setting else "",
     )
 

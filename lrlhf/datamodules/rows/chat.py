@@ -12,6 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.bounded_templates import render_jinja_template
+from lrlhf.datamodules.loading.plain_rows import read_structure, read_turns
 from lrlhf.datamodules.loading.sources import Row
 from lrlhf.datamodules.rows.bad_rows import BadRow, nearest
 from lrlhf.datamodules.rows.columns import is_empty, shown, structure_of, whole_text, wrong_type
@@ -21,6 +22,7 @@ from lrlhf.datamodules.rows.template_constants import (
     template_constants,
 )
 from lrlhf.models import rejoined, split_messages, split_text
+from lrlhf.models.chat_messages import readable_messages
 from lrlhf.rewards.function import content_text
 from lrlhf.types import Message
 
@@ -65,9 +67,17 @@ THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking", "thoughts", "thoug
 def read_messages(value: object, column: str) -> tuple[Message, ...]:
     """Read chat turns, written as ``role``/``content`` or as ``from``/``value``.
 
+    Text parts of contents become ``{"type": "text", "text": …}``, and arguments of calls objects.
+
     Raises:
         BadRow: It is no list of turns, a turn has no role, or no turn has content.
     """
+    value = read_turns(value, column)
+    if isinstance(value, Mapping) and value and all(isinstance(v, list) for v in value.values()):
+        # a list of structs as some versions of `datasets` keep it: a list for each key
+        value = [
+            dict(zip(value, turn, strict=False)) for turn in zip(*value.values(), strict=False)
+        ]
     if not isinstance(value, list | tuple):
         raise wrong_type(column, "a list of messages", value)
     if not value:
@@ -81,23 +91,37 @@ def read_messages(value: object, column: str) -> tuple[Message, ...]:
 def _read_message(entry: object, column: str) -> Message:
     if not isinstance(entry, Mapping):
         raise wrong_type(column, "a list of messages, each with role and content", entry)
-    if "from" in entry and "value" in entry:
-        rest = {key: value for key, value in entry.items() if key not in ("from", "value")}
-        entry = {"role": entry["from"], "content": entry["value"], **rest}
     # tables fill what some messages lack with None; templates test for presence
     message = {key: value for key, value in entry.items() if value is not None}
+    if "from" in message and "role" not in message:
+        message["role"] = message.pop("from")
+        if "value" in message:
+            message["content"] = message.pop("value")
     role = message.get("role")
     if not isinstance(role, str):
         raise BadRow(
             "wrong type", f"a message of column {column!r} has no role: {dict(entry)!r:.80}"
         )
-    message["role"] = usual_role(role)
-    if role in _CALL_ROLES and "tool_calls" not in message:
-        message |= {"role": "assistant", "tool_calls": _calls_of(message.pop("content", None))}
+    message = _with_calls({**message, "role": usual_role(role)}, role, column)
     if not isinstance(message.get("content", ""), str | list):
         raise wrong_type(f"{column}.content", "text", message["content"])
+    if isinstance(message.get("content"), list):
+        message["content"] = [_part(part, column) for part in message["content"]]
     if "content" not in message and "tool_calls" not in message:
         raise BadRow("empty text", f"a message of column {column!r} has no content")
+    return message
+
+
+def _with_calls(message: Message, role: str, column: str) -> Message:
+    """Read the calls of a turn: its own, OpenAI's older form, or a turn that is nothing else."""
+    message = dict(message)
+    if role in _CALL_ROLES and "tool_calls" not in message:
+        message |= {"role": "assistant", "tool_calls": _calls_of(message.pop("content", None))}
+    if "function_call" in message:
+        call = {"type": "function", "function": message.pop("function_call")}
+        message.setdefault("tool_calls", [call])
+    if calls := _calls(message.pop("tool_calls", []), column):
+        message["tool_calls"] = calls
     return message
 
 
@@ -116,8 +140,7 @@ def _calls_of(content: object) -> list[dict[str, Any]]:
     for call in given if isinstance(given, list) else [given]:
         if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
             raise wrong_type("function_call", "a call with its name and arguments", call)
-        arguments = structure_of(call, "arguments", dict) or {}
-        calls.append({"type": "function", "function": {**call, "arguments": arguments}})
+        calls.append({"type": "function", "function": call})
     return calls
 
 
@@ -147,6 +170,55 @@ def with_system(
     if text is None or (messages and messages[0]["role"] in SYSTEM_ROLES):
         return messages
     return ({"role": "system", "content": text}, *messages)
+
+
+def _tool(given: object) -> dict[str, Any]:
+    """Read a description of a tool, or that with JSON text for a schema in it."""
+    tool = structure_of({"tools": given}, "tools", dict)
+    if tool is None:
+        raise wrong_type("tools", "a list of descriptions of tools", given)
+    if isinstance(tool.get("function"), Mapping):
+        return {**tool, "function": _tool(tool["function"])}
+    return dict(_with_object(tool, "parameters", "tools"))
+
+
+def _part(part: object, column: str) -> object:
+    """Read a part of content; text parts are also plain text, or have OpenAI's other types."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if not isinstance(part, Mapping):
+        raise wrong_type(f"{column}.content", "text, or a list of parts with a type", part)
+    is_text = part.get("type", "text") in ("text", "input_text", "output_text")
+    return {**part, "type": "text"} if is_text and isinstance(part.get("text"), str) else part
+
+
+def _calls(value: object, column: str) -> list[Mapping[str, Any]]:
+    calls = structure_of({"tool_calls": value}, "tool_calls", list) or []
+    return [_call(call, column) for call in calls]
+
+
+def _call(given: object, column: str) -> Mapping[str, Any]:
+    call = structure_of({"tool_calls": given}, "tool_calls", dict)
+    if call is None:
+        raise wrong_type(f"{column}.tool_calls", "a list of calls", given)
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _call(call["function"], column)}
+    return _with_object(call, "arguments", column)
+
+
+def _with_object(owner: Mapping[str, Any], key: str, column: str) -> Mapping[str, Any]:
+    """Read an object that is written as JSON text, as OpenAI's API has arguments."""
+    value = owner.get(key)
+    if not isinstance(value, str):
+        return owner
+    try:
+        value = read_structure(value) if value.strip() else {}
+        value = read_structure(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise BadRow("wrong type", f"column {column!r}: {key} of a call: {error}") from error
+    if not isinstance(value, dict):
+        raise wrong_type(f"{column}: {key} of {owner.get('name')}", "a JSON object", value)
+    return {**owner, key: value}
 
 
 @dataclass(frozen=True)
@@ -333,7 +405,7 @@ class ChatFormat:
 
     def _tools(self, row: Row) -> list[dict[str, Any]] | None:
         tools = structure_of(row, "tools", list) or self.tools
-        return [dict(tool) for tool in tools] if tools else None
+        return [_tool(tool) for tool in tools] if tools else None
 
     def _unclear(self, messages: Sequence[Message], number: int, what: str) -> BadRow:
         turn = messages[number]
@@ -392,8 +464,9 @@ class ChatFormat:
             turns = split_messages(self.tokenizer, turns, self.template)
             own, tools = (split_text(self.tokenizer, value) for value in (own, tools))
         try:
+            template = self.tokenizer.get_chat_template(self.template, tools)
             return apply(
-                turns,
+                readable_messages(turns, template),
                 tools=tools,
                 **{**options, **self.kwargs, **own},
             )

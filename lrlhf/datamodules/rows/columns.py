@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from lrlhf.datamodules.loading.plain_rows import plain, read_structure, read_turns
 from lrlhf.datamodules.loading.sources import Row
 from lrlhf.datamodules.rows.bad_rows import BadRow, missing_column
 
@@ -66,18 +66,27 @@ def number_of(row: Row, column: str) -> float | None:
 
 
 def structure_of(row: Row, column: str, wanted: type[T]) -> T | None:
-    """Return a column that is a list or a mapping, also one written as JSON; None if absent."""
+    """Return a column that is a list or a mapping, also one written as text; None if absent."""
     value = row.get(column)
+    if isinstance(value, str) and value.strip():
+        try:
+            value = plain(read_structure(value))
+        except ValueError as error:
+            raise BadRow("wrong type", f"column {column!r} is {error}") from error
     if value is None or value == "":
         return None
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise BadRow("wrong type", f"column {column!r} is no JSON: {error}") from error
     if not isinstance(value, wanted):
         raise wrong_type(column, f"a {wanted.__name__}", value)
     return value
+
+
+def with_turns(row: Row, *columns: str) -> dict[str, Any]:
+    """Return a row whose ``columns`` hold as lists the chat turns that they hold as text.
+
+    Raises:
+        BadRow: One looks like such a text and cannot be read.
+    """
+    return {**row, **{name: read_turns(row[name], name) for name in columns if name in row}}
 
 
 def wrong_type(column: str, wanted: str, value: object) -> BadRow:

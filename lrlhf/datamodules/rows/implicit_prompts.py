@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.columns import shown
+from lrlhf.models.chat_messages import text_of_parts
 from lrlhf.types import Message
 
 HUMAN = "\n\nHuman:"
@@ -104,10 +105,8 @@ def without_prompt(
 def _said(turn: Message) -> tuple[str, object]:
     """Return the role and content, by which turns are compared."""
     content = turn.get("content")
-    if isinstance(content, list | tuple) and all(
-        isinstance(part, Mapping) and part.get("type") == "text" for part in content
-    ):
-        content = "".join(str(part.get("text", "")) for part in content)
+    text = text_of_parts(content)
+    content = content if text is None else text
     return turn["role"], content.strip() if isinstance(content, str) else content
 
 

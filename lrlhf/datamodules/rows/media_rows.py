@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
@@ -13,6 +14,7 @@ from typing import Any, Protocol, Self, TypeVar
 import numpy as np
 
 from lrlhf.datamodules.loading.path_safety import local_path
+from lrlhf.datamodules.loading.plain_rows import read_structure
 from lrlhf.datamodules.loading.sources import Row
 from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.columns import is_empty
@@ -335,6 +337,9 @@ class MediaReader:
 
 def _listed(value: Any, *, several: bool) -> list[Any]:
     """Return what a cell holds: nothing, one value, or ``several`` in a list."""
+    if several and isinstance(value, str) and value.lstrip().startswith("["):
+        with suppress(ValueError):  # it is a path
+            value = read_structure(value)  # as a .csv holds a list
     if several and isinstance(value, list | tuple):
         return list(value)
     return [] if is_empty(value) else [value]
@@ -523,7 +528,7 @@ def _without_data(message: Message, taken: _Taken, marks: _Marks) -> Message:
     parts: list[Any] = []
     for part in [content] if isinstance(content, str) else _parts(message):
         kind = _kind_of(part)
-        if kind is not None:
+        if kind is not None and isinstance(part, Mapping):
             taken.add(kind, _data_of(part, kind))
             parts.append({"type": kind})
             continue

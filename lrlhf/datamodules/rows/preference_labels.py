@@ -56,9 +56,9 @@ class LabelReader:
         With several heads the column ``head`` says which of them, one name or a list, judged
         chosen better; the others are not labelled.
         """
-        if len(self.heads) == 1 and "head" not in row:
-            return (1.0,)
         named = row.get("head")
+        if len(self.heads) == 1 and named is None:
+            return (1.0,)
         if named is None:
             raise BadRow(
                 "no label",
@@ -88,7 +88,7 @@ class LabelReader:
         if len(self.heads) == 1:
             names += ["labels", "label", "preference"]
         for name in names:
-            if name in row:
+            if row.get(name) is not None:
                 return _label_of(row[name], name)
         return MISSING
 

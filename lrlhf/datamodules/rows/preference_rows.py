@@ -24,7 +24,7 @@ from lrlhf.datamodules.rows.chat import (
     with_system,
 )
 from lrlhf.datamodules.rows.collate import Candidate, PairRow
-from lrlhf.datamodules.rows.columns import text_of
+from lrlhf.datamodules.rows.columns import text_of, with_turns
 from lrlhf.datamodules.rows.conservation import Reached, after
 from lrlhf.datamodules.rows.implicit_prompts import (
     is_transcript,
@@ -60,8 +60,9 @@ from lrlhf.rewards.learned_rows import text_without_marks
 from lrlhf.rollout.records import plain_json
 from lrlhf.types import Message
 
+UNORDERED_COLUMNS = ("candidate0", "candidate1")
 SHOWN_CANDIDATES = {
-    ("candidate0", "candidate1"): ("_0", "_1"),
+    UNORDERED_COLUMNS: ("_0", "_1"),
     ("chosen", "rejected"): ("_chosen", "_rejected"),
 }
 """Columns of the candidates' texts, and what follows ``image``, ``video`` or ``audio`` in the names
@@ -124,13 +125,15 @@ class PreferenceParser:
 
     def __call__(self, row: Row, folder: Path | None = None) -> PairDraft:
         """Parse one row, or raise `BadRow`; relative paths start from ``folder``."""
+        answers = (self.chosen_column, self.rejected_column, *UNORDERED_COLUMNS)
+        row = with_turns(row, self.prompt_column, *answers)
         shown = self._shown(row, folder)
         if shown is not None:
             return shown
         names = candidate_columns(row, (self.chosen_column, self.rejected_column))
         pair, prompt = self._texts(row, folder, *names)
         # the same question about another picture is another prompt
-        keys = (keyed(prompt, pair.prompt_refs),)
+        keys: tuple[str, ...] = (keyed(prompt, pair.prompt_refs),)
         if not prompt.strip() and not pair.prompt_refs:
             both = zip(pair.candidates, pair.refs, strict=True)
             keys = tuple(keyed(text.text, refs) for text, refs in both)
@@ -209,7 +212,11 @@ class PreferenceParser:
         used = {self.prompt_column, *names, "tools", "chat_template_kwargs", self.margins.column}
         if any(pair.refs):
             used |= {*media_columns()}
-        info = {key: plain_json(value) for key, value in row.items() if key not in used}
+        info = {
+            key: plain_json(value)
+            for key, value in row.items()
+            if key not in used and value is not None
+        }
         if any(pair.refs):
             info |= {"media0": list(pair.refs[0].names), "media1": list(pair.refs[1].names)}
         return PairDraft(pair, keys, labels, self.margins(row), info)
@@ -280,10 +287,10 @@ def candidate_columns(row: Row, given: tuple[str, str] = ("chosen", "rejected"))
     Raises:
         BadRow: One is missing.
     """
-    unordered = "candidate0" in row or "candidate1" in row
-    names = ("candidate0", "candidate1") if unordered else given
+    unordered = any(row.get(name) is not None for name in UNORDERED_COLUMNS)
+    names = UNORDERED_COLUMNS if unordered else given
     for name, setting in zip(names, ("chosen_column", "rejected_column"), strict=True):
-        if name not in row:
+        if row.get(name) is None:
             raise missing_column(name, row, setting=setting)
     return names
 

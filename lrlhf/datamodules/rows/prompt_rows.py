@@ -15,7 +15,7 @@ from lrlhf.bounded_templates import BoundedEnvironment
 from lrlhf.datamodules.loading.sources import Row
 from lrlhf.datamodules.rows.bad_rows import BadRow, missing_column
 from lrlhf.datamodules.rows.chat import SYSTEM_COLUMNS, ChatFormat, read_messages, with_system
-from lrlhf.datamodules.rows.columns import text_of, whole_text, wrong_type
+from lrlhf.datamodules.rows.columns import text_of, whole_text, with_turns
 from lrlhf.datamodules.rows.conservation import Reached
 from lrlhf.datamodules.rows.implicit_prompts import (
     ASSISTANT,
@@ -27,6 +27,7 @@ from lrlhf.datamodules.rows.implicit_prompts import (
 from lrlhf.datamodules.rows.media_rows import MediaReader, media_columns
 from lrlhf.datamodules.rows.tokenizing import Text
 from lrlhf.media import MediaRefs
+from lrlhf.models.chat_messages import text_of_parts
 from lrlhf.types import Message, Prompt
 
 DEFAULT_PROMPT_COLUMN = "prompt"
@@ -86,12 +87,21 @@ class ColumnPattern:
         return (found or "").strip()
 
 
+def _not_none(value: Any) -> Any:
+    if value is None:
+        raise ValueError("it writes a column that has no value in this row")
+    return value
+
+
 class PromptTemplate:
     """A jinja2 template over the columns of a row, rendered in a sandbox."""
 
     def __init__(self, template: str) -> None:
         environment = BoundedEnvironment(
-            undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False
+            undefined=jinja2.StrictUndefined,
+            keep_trailing_newline=True,
+            autoescape=False,
+            finalize=_not_none,
         )
         try:
             self._columns = sorted(
@@ -136,6 +146,7 @@ class PromptParser:
 
     def __call__(self, row: Row, folder: Path | None = None) -> PromptDraft:
         """Parse one row, or raise `BadRow`; relative paths start from ``folder``."""
+        row = with_turns(row, self.column, *PAIR_COLUMNS)
         row = {**row, **{pattern.target: pattern.find(row) for pattern in self.patterns}}
         prompt, columns = self._prompt(row)
         if isinstance(prompt, str) and self.as_chat:
@@ -143,7 +154,13 @@ class PromptParser:
         refs = self.media.of_columns(row, folder)
         # rewards get what these columns name as it was read, not its path
         unwanted = {*_NOT_FOR_REWARDS, *(media_columns() if refs else ())}
-        columns = {key: value for key, value in columns.items() if key not in unwanted}
+        # an empty cell of what other rows are read from, where a table holds rows of two kinds
+        empty = {self.column, *DIALOGUE_COLUMNS, *PAIR_COLUMNS, *media_columns()}
+        columns = {
+            key: value
+            for key, value in columns.items()
+            if key not in unwanted and not (value is None and key in empty)
+        }
         # a template says itself what it makes of a system column
         system = SYSTEM_COLUMNS if self.template is None else ()
         if isinstance(prompt, str):
@@ -169,12 +186,11 @@ class PromptParser:
         value = row[column]
         if isinstance(value, str):
             return text_of(row, column), columns
-        if value is None:
-            raise wrong_type(column, "text or a list of messages", value)
         messages = read_messages(value, column)
         if column in DIALOGUE_COLUMNS and messages[-1]["role"] == "assistant":
             # a whole dialogue: its last turn is the answer that the policy is to find itself
-            columns.setdefault("reference", _reference(messages))
+            if columns.get("reference") is None:
+                columns["reference"] = _reference(messages[-1])
             messages = messages[:-1]
             if not messages:
                 raise BadRow("empty text", f"column {column!r} holds nothing but an answer")
@@ -183,7 +199,8 @@ class PromptParser:
     def _is_pair(self, row: Row) -> bool:
         wanted = {self.column, *DIALOGUE_COLUMNS}
         default = self.column == DEFAULT_PROMPT_COLUMN
-        return default and not wanted & row.keys() and set(PAIR_COLUMNS) <= row.keys()
+        present = {name for name, value in row.items() if value is not None}
+        return default and not wanted & present and set(PAIR_COLUMNS) <= present
 
     def _shared_prompt(self, row: Row) -> tuple[Prompt, dict[str, Any]]:
         """Read the prompt that the two answers of a preference row share."""
@@ -193,7 +210,7 @@ class PromptParser:
             messages, answer, _ = split_messages(*both)
             if not messages:
                 raise BadRow("empty text", "chosen and rejected share no turn")
-            return messages, {**columns, "reference": _reference(answer)}
+            return messages, {**columns, "reference": _reference(answer[-1])}
         text, answer_text, _ = split_texts(*(text_of(row, name) for name in PAIR_COLUMNS))
         if not text.strip():
             raise BadRow("empty text", "chosen and rejected share no prompt")
@@ -203,14 +220,16 @@ class PromptParser:
         return text, columns
 
 
-def _reference(turns: Sequence[Message]) -> Any:
-    """Return what the last turn says, or its calls where it says nothing."""
-    return turns[-1].get("content") or turns[-1].get("tool_calls")
+def _reference(answer: Message) -> Any:
+    """Return what a turn says, or its calls where it says nothing."""
+    content = answer.get("content")
+    text = text_of_parts(content)
+    return (content if text is None else text) or answer.get("tool_calls")
 
 
 def column_or_dialogue(row: Row, column: str, *, default: str, setting: str) -> str:
     """Return ``column``, or where the ``default`` one is missing a dialogue's; else a `BadRow`."""
     for name in (column, *(DIALOGUE_COLUMNS if column == default else ())):
-        if name in row:
+        if row.get(name) is not None:
             return name
     raise missing_column(column, row, setting=setting)

@@ -17,7 +17,7 @@ from lrlhf.datamodules.loading.sources import Row
 from lrlhf.datamodules.rows.bad_rows import BadRow, missing_column
 from lrlhf.datamodules.rows.chat import ChatFormat, read_messages, with_system
 from lrlhf.datamodules.rows.collate import padded
-from lrlhf.datamodules.rows.columns import structure_of, text_of, whole_text, wrong_type
+from lrlhf.datamodules.rows.columns import structure_of, text_of, whole_text, with_turns, wrong_type
 from lrlhf.datamodules.rows.conservation import Reached
 from lrlhf.datamodules.rows.media_rows import MediaReader, TokenizedText
 from lrlhf.datamodules.rows.preference_rows import digest
@@ -78,9 +78,10 @@ class StepParser:
     def __call__(self, row: Row, folder: Path | None = None) -> StepDraft:
         """Parse one row, or raise `BadRow`."""
         del folder
+        row = with_turns(row, self.prompt_column)
         names = ("prompt_column", "steps_column", "labels_column")
         for setting in names:
-            if getattr(self, setting) not in row:
+            if row.get(getattr(self, setting)) is None:
                 raise missing_column(getattr(self, setting), row, setting=setting)
         steps = tuple(self._steps(row))
         labels = tuple(self._labels(row))
@@ -133,9 +134,7 @@ class StepParser:
 
     @staticmethod
     def _list(row: Row, column: str) -> list[object]:
-        value = row[column].tolist() if isinstance(row[column], np.ndarray) else row[column]
-        value = list(value) if isinstance(value, tuple) else value
-        entries: list[object] | None = structure_of({column: value}, column, list)
+        entries: list[object] | None = structure_of(row, column, list)
         if entries is None:
             raise wrong_type(column, "a list", row[column])
         if not entries:

@@ -24,7 +24,7 @@ from lrlhf.datamodules.rows.chat import (
     with_system,
 )
 from lrlhf.datamodules.rows.collate import media_of, moved_mask, padded
-from lrlhf.datamodules.rows.columns import text_of
+from lrlhf.datamodules.rows.columns import text_of, with_turns
 from lrlhf.datamodules.rows.conservation import Reached, after
 from lrlhf.datamodules.rows.implicit_prompts import without_prompt
 from lrlhf.datamodules.rows.media_rows import MediaReader, TokenizedText, Unread, parts_in
@@ -108,12 +108,13 @@ class SupervisedParser:
 
     def __call__(self, row: Row, folder: Path | None = None) -> SupervisedDraft:
         """Parse one row, or raise `BadRow`; relative paths start from ``folder``."""
-        if self.completion_column in row:
+        row = with_turns(row, self.prompt_column, self.completion_column)
+        if row.get(self.completion_column) is not None:
             return self._pair(row, folder)
         for column in (self.messages_column, *DIALOGUE_COLUMNS):
-            if column in row:
+            if row.get(column) is not None:
                 return self._dialogue(read_messages(row[column], column), None, row, folder)
-        if self.text_column in row:
+        if row.get(self.text_column) is not None:
             return self._text(row, folder)
         wanted = f"{self.messages_column}, {self.prompt_column} and {self.completion_column}, or "
         columns = ", ".join(sorted(row)) or "none"
@@ -138,7 +139,7 @@ class SupervisedParser:
     def _pair(self, row: Row, folder: Path | None) -> SupervisedDraft:
         """Read a prompt and what follows it."""
         prompt, completion = row.get(self.prompt_column), row[self.completion_column]
-        if self.prompt_column not in row:
+        if prompt is None:
             raise missing_column(self.prompt_column, row, setting="prompt_column")
         if self.as_chat or any(isinstance(one, list | tuple) for one in (prompt, completion)):
             before = self._turns(row, self.prompt_column, "user")

@@ -8,16 +8,18 @@ from typing import Any, NamedTuple
 from lrlhf.datamodules.loading.sources import Row
 from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.chat import SYSTEM_COLUMNS, with_system
-from lrlhf.datamodules.rows.columns import text_of
+from lrlhf.datamodules.rows.columns import text_of, with_turns
 from lrlhf.datamodules.rows.conservation import Reached
 from lrlhf.datamodules.rows.media_rows import KINDS, media_columns, media_in, media_said
 from lrlhf.datamodules.rows.preference_labels import LabelReader
 from lrlhf.datamodules.rows.preference_rows import (
     SHOWN_CANDIDATES,
+    UNORDERED_COLUMNS,
     PairTurns,
     candidate_columns,
     split_pair,
 )
+from lrlhf.datamodules.rows.prompt_rows import PAIR_COLUMNS
 from lrlhf.media import MediaRefs
 from lrlhf.rewards import completion_text
 from lrlhf.rewards.judge.forms import Shown
@@ -25,7 +27,6 @@ from lrlhf.rewards.judge.templates import prompt_text
 from lrlhf.types import Message, Prompt
 
 MediaByKind = Mapping[str, list[Any]]
-_PLACED = ("candidate0", "candidate1")
 
 
 class Judged(NamedTuple):
@@ -79,6 +80,7 @@ def read_pair(row: Row, labels: LabelReader, prompt_column: str = "prompt") -> J
     Raises:
         BadRow: A column is missing, or holds something else.
     """
+    row = with_turns(row, prompt_column, *PAIR_COLUMNS, *UNORDERED_COLUMNS)
     shown = _shown_pair(row, labels, prompt_column)
     if shown is not None:
         return shown
@@ -91,7 +93,7 @@ def read_pair(row: Row, labels: LabelReader, prompt_column: str = "prompt") -> J
         media_said(turns, media_in(row)),
         (first, second),
         _label(row, labels, names),
-        names == _PLACED,
+        names == UNORDERED_COLUMNS,
         frozenset(row.keys() - {prompt_column, *names, *media_columns(), *SYSTEM_COLUMNS}),
     )
 
@@ -113,7 +115,7 @@ def _shown_pair(row: Row, labels: LabelReader, prompt_column: str) -> JudgedPair
             media_in(row),
             (first, second),
             _label(row, labels, names),
-            names == _PLACED,
+            names == UNORDERED_COLUMNS,
             frozenset(row.keys() - {prompt_column, *names, *columns, *SYSTEM_COLUMNS}),
         )
     return None
@@ -128,7 +130,7 @@ def _asked(prompt: Prompt, row: Row) -> Prompt:
 
 
 def _label(row: Row, labels: LabelReader, names: tuple[str, str]) -> float:
-    return (labels.of_candidates(row) if names == _PLACED else labels.of_chosen(row))[0]
+    return (labels.of_candidates(row) if names == UNORDERED_COLUMNS else labels.of_chosen(row))[0]
 
 
 def _said(answer: str | tuple[Message, ...]) -> str:

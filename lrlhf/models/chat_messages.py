@@ -1,0 +1,120 @@
+"""Messages in the form that a chat template reads.
+
+Templates differ in what they take for a turn's content, text or a list of parts, and for the
+arguments of a call, an object or its JSON. What they were not written for they print as Python
+would, or leave out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Final
+
+from lrlhf.bounded_templates import render_jinja_template
+from lrlhf.types import Message
+
+_MARKS: Final = ("lantern", "umbrella")
+_QUOTED: Final = ("'text'", '"text"')
+"""What Python and JSON write for a part, beside its text."""
+
+
+def text_of_parts(content: object) -> str | None:
+    """Return the text of content that consists of text parts; None: it does not."""
+    if not isinstance(content, list | tuple):
+        return None
+    texts = [
+        part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        for part in content
+    ]
+    return "".join(map(str, texts)) if None not in texts else None
+
+
+def readable_messages(messages: Sequence[Message], template: str) -> list[dict[str, Any]]:
+    """Return messages as a template reads them.
+
+    Text parts become text, and text a part, where the template reads only that in a turn of this
+    role. Arguments of calls are objects which are JSON where the template prints them.
+
+    Args:
+        messages: Chat turns, the arguments of their calls objects.
+        template: Text of the template.
+
+    Raises:
+        ValueError: A turn has parts that are no text, and the template takes no parts.
+    """
+    return [_readable(message, template) for message in messages]
+
+
+def _readable(message: Message, template: str) -> dict[str, Any]:
+    readable = dict(message)
+    content, role = message.get("content"), str(message["role"])
+    if content:
+        takes_text, takes_parts = _takes(template, role)
+        text = text_of_parts(content)
+        if isinstance(content, str) and takes_parts and not takes_text:
+            readable["content"] = [{"type": "text", "text": content}]
+        elif text is not None and not takes_parts:
+            readable["content"] = text
+        elif text is None and isinstance(content, list) and takes_text and not takes_parts:
+            kinds = sorted({str(part.get("type")) for part in content})
+            raise ValueError(
+                f"it takes the content of role {role!r} as text, not as parts ({', '.join(kinds)})"
+            )
+    if calls := message.get("tool_calls"):
+        readable["tool_calls"] = [_with_arguments(call) for call in calls]
+    return readable
+
+
+class _Arguments(dict[str, Any]):
+    """Arguments of a call, of which a template that prints or joins them gets JSON."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, text: str) -> str:
+        return f"{self}{text}"
+
+    def __radd__(self, text: str) -> str:
+        return f"{text}{self}"
+
+
+def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    changed = dict(call)
+    if isinstance(call.get("function"), Mapping):
+        changed["function"] = _with_arguments(call["function"])
+    elif isinstance(call.get("arguments"), dict):
+        changed["arguments"] = _Arguments(call["arguments"])
+    return changed
+
+
+@lru_cache(maxsize=256)
+def _takes(template: str, role: str) -> tuple[bool, bool]:
+    """Try whether a template renders content of a role that is text, and that is text parts."""
+    whole = "".join(_MARKS)
+    as_text = _tried(template, role, whole)
+    as_parts = _tried(template, role, [{"type": "text", "text": mark} for mark in _MARKS])
+    printed = any(as_parts.count(sign) > as_text.count(sign) for sign in _QUOTED)
+    return whole in as_text, all(mark in as_parts for mark in _MARKS) and not printed
+
+
+def _tried(template: str, role: str, content: Any) -> str:
+    # nine letters and digits, as Mistral's templates demand
+    call = {"id": "lookup001", "type": "function", "function": {"name": "f", "arguments": {}}}
+    turn = {"role": role, "content": content}
+    question = {"role": "user", "content": "?"}
+    before: list[dict[str, Any]] = [] if role in ("system", "developer", "user") else [question]
+    if role == "tool":
+        before.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        turn |= {"name": "f", "tool_call_id": "lookup001"}
+    after = [question] if role in ("system", "developer") else []
+    # annotated as if it returned a text
+    render: Any = render_jinja_template
+    tokens = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")
+    try:
+        (text,), _ = render([[*before, turn, *after]], chat_template=template, **tokens)
+    # whatever a template does with what it was not written for
+    except Exception:  # noqa: BLE001
+        return ""
+    return str(text)
