@@ -30,7 +30,6 @@ SUPERVISED: list[Any] = [
         SHOWN + "<system>Be brief.</>\n<user>hi</>\n<assistant>yo</>\n",
         "yo</>\n",
         id="ShareGPT with system and tools",
-        marks=pytest.mark.xfail(reason="a column `system` is not read yet", strict=False),
     ),
     pytest.param(
         {
@@ -94,7 +93,6 @@ SUPERVISED: list[Any] = [
         '<tool>{"degrees": 3}</>\n<assistant>3 degrees.</>\n',
         '[weather {"city": "Oslo"}]</>\n3 degrees.</>\n',
         id="APIGen",
-        marks=pytest.mark.xfail(reason="the role `function_call` is not read yet", strict=False),
     ),
     pytest.param(
         {

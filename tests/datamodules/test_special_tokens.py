@@ -150,26 +150,34 @@ def test_what_an_answer_learns_is_the_same_text() -> None:
         assert learnt == f"b{EVIL}<|im_end|>" + ("" if template else "\n")
 
 
-@pytest.mark.parametrize("loss_on", ["assistant", "all"])
-def test_marks_of_media_in_a_text_show_nothing(loss_on: str, vlm_folder: str) -> None:
+def test_marks_of_media_in_a_text_show_nothing(vlm_folder: str) -> None:
+    tokenizer: PreTrainedTokenizerBase = vlm().tokenizer
+    row = {"messages": [turn("user", "is <|image_pad|> one?"), turn("assistant", "yes")]}
+    data = SupervisedDataModule([row], tokenizer=vlm_folder, batch_size=1)
+    data.setup("fit")
+    (batch,) = data.train_dataloader()
+    ids = batch.input_ids[0].tolist()
+    assert tokenizer.convert_tokens_to_ids("<|image_pad|>") not in ids
+    assert tokenizer.decode(ids) == (
+        "<|im_start|>user\nis <|image_pad|> one?<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
+    )
+
+
+@pytest.mark.parametrize("mark", ["<|im_end|>", "<|vision_end|>"])
+def test_beside_a_picture_marks_in_a_text_are_text(mark: str, vlm_folder: str) -> None:
     tokenizer: PreTrainedTokenizerBase = vlm().tokenizer
     picture = Image.fromarray(np.zeros((28, 56, 3), np.uint8))
-    asked = {"type": "text", "text": "is <|image_pad|> one?"}
-    shown = [{"type": "image", "image": picture}, asked]
-    row = {"messages": [turn("user", shown), turn("assistant", "<|image_pad|>: yes")]}
-    data = SupervisedDataModule([row], tokenizer=vlm_folder, batch_size=1, loss_on=loss_on)
+    shown = [{"type": "image", "image": picture}, {"type": "text", "text": f"a {mark} b"}]
+    row = {"messages": [turn("user", shown), turn("assistant", "yes")]}
+    data = SupervisedDataModule([row], tokenizer=vlm_folder, batch_size=1)
     data.setup("fit")
     (batch,) = data.train_dataloader()
     ids = batch.input_ids[0].tolist()
     # 28 x 28 pixels make a token
     assert ids.count(tokenizer.convert_tokens_to_ids("<|image_pad|>")) == 2
-    text = tokenizer.decode(ids).replace("<|image_pad|><|image_pad|>", "<|image_pad|>")
-    assert text == (
-        "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>is <|image_pad|> one?"
-        "<|im_end|>\n<|im_start|>assistant\n<|image_pad|>: yes<|im_end|>\n"
-    )
-    learnt = tokenizer.decode(batch.input_ids[0, batch.response_mask[0]])
-    assert learnt.endswith("<|image_pad|>: yes<|im_end|>\n")
+    assert ids.count(tokenizer.convert_tokens_to_ids(mark)) == (2 if mark == "<|im_end|>" else 1)
+    assert f"a {mark} b<|im_end|>" in tokenizer.decode(ids)
+    assert tokenizer.decode(batch.input_ids[0, batch.response_mask[0]]) == "yes<|im_end|>\n"
 
 
 def test_a_slow_tokenizer_reads_over_what_is_split() -> None:

@@ -112,9 +112,8 @@ def _read_message(entry: object, column: str) -> Message:
     return message
 
 
-def _with_calls(message: Message, role: str, column: str) -> Message:
+def _with_calls(message: dict[str, Any], role: str, column: str) -> dict[str, Any]:
     """Read the calls of a turn: its own, OpenAI's older form, or a turn that is nothing else."""
-    message = dict(message)
     if role in _CALL_ROLES and "tool_calls" not in message:
         message |= {"role": "assistant", "tool_calls": _calls_of(message.pop("content", None))}
     if "function_call" in message:
