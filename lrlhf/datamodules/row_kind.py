@@ -15,8 +15,8 @@ from lrlhf.datamodules.loading.sources import Component, Entries, Row, component
 from lrlhf.datamodules.loading.splits import Located, Split
 from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, BadRows, lost_notes
 from lrlhf.datamodules.rows.conservation import Conservation, Reached
-from lrlhf.datamodules.rows.template_constants import TemplateConstants
 from lrlhf.models import is_split
+from lrlhf.models.template_constants import TemplateConstants
 
 DraftT = TypeVar("DraftT")
 RowT = TypeVar("RowT")

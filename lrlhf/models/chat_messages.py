@@ -18,6 +18,13 @@ from lrlhf.types import Message
 _MARKS: Final = ("lantern", "umbrella")
 _QUOTED: Final = ("'text'", '"text"')
 """What Python and JSON write for a part, beside its text."""
+_CALLED: Final = "kettle"
+_QUESTION: Final = {"role": "user", "content": "?"}
+_CALL: Final = {
+    "id": "lookup001",  # nine letters and digits, as Mistral's templates demand
+    "type": "function",
+    "function": {"name": _CALLED, "arguments": {}},
+}
 
 
 def text_of_parts(content: object) -> str | None:
@@ -64,6 +71,9 @@ def _readable(message: Message, template: str) -> dict[str, Any]:
             )
     if calls := message.get("tool_calls"):
         readable["tool_calls"] = [_with_arguments(call) for call in calls]
+        if not content:
+            given = readable.pop("content", None)
+            readable |= _beside_calls(template, absent=given is None)
     return readable
 
 
@@ -90,25 +100,49 @@ def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=256)
+def _beside_calls(template: str, *, absent: bool) -> Mapping[str, str | None]:
+    """Return the content of a turn that says nothing and calls, so that a template reads the call.
+
+    Some want null, others empty text or no key at all.
+    """
+    forms: list[dict[str, str | None]] = [{}, {"content": ""}]
+    forms = [*(forms if absent else reversed(forms)), {"content": None}]
+    calls = {"role": "assistant", "tool_calls": [_with_arguments(_CALL)]}
+    for form in forms:
+        text = _tried(template, {**calls, **form}, [_QUESTION])
+        if _CALLED in text and "None" not in text:
+            return form
+    return forms[0]
+
+
+@lru_cache(maxsize=256)
 def _takes(template: str, role: str) -> tuple[bool, bool]:
     """Try whether a template renders content of a role that is text, and that is text parts."""
     whole = "".join(_MARKS)
-    as_text = _tried(template, role, whole)
-    as_parts = _tried(template, role, [{"type": "text", "text": mark} for mark in _MARKS])
+    as_text = _said(template, role, whole)
+    as_parts = _said(template, role, [{"type": "text", "text": mark} for mark in _MARKS])
     printed = any(as_parts.count(sign) > as_text.count(sign) for sign in _QUOTED)
     return whole in as_text, all(mark in as_parts for mark in _MARKS) and not printed
 
 
-def _tried(template: str, role: str, content: Any) -> str:
-    # nine letters and digits, as Mistral's templates demand
-    call = {"id": "lookup001", "type": "function", "function": {"name": "f", "arguments": {}}}
+def _said(template: str, role: str, content: Any) -> str:
     turn = {"role": role, "content": content}
-    question = {"role": "user", "content": "?"}
-    before: list[dict[str, Any]] = [] if role in ("system", "developer", "user") else [question]
     if role == "tool":
-        before.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        turn |= {"name": "f", "tool_call_id": "lookup001"}
-    after = [question] if role in ("system", "developer") else []
+        called = {"role": "assistant", "content": "", "tool_calls": [_with_arguments(_CALL)]}
+        turn |= {"name": _CALLED, "tool_call_id": _CALL["id"]}
+        return _tried(template, turn, [_QUESTION, called])
+    if role in ("system", "developer"):
+        return _tried(template, turn, [], [_QUESTION])
+    return _tried(template, turn, [] if role == "user" else [_QUESTION])
+
+
+def _tried(
+    template: str,
+    turn: Mapping[str, Any],
+    before: Sequence[Mapping[str, Any]],
+    after: Sequence[Mapping[str, Any]] = (),
+) -> str:
+    """Render a turn among others; empty text: the template does not take it."""
     # annotated as if it returned a text
     render: Any = render_jinja_template
     tokens = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")

@@ -110,6 +110,7 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tool result": ({"messages": [ASK, REPLY, turn("tool", "VALUE"), REPLY]}, LAST),
     "tools": ({"messages": [ASK, REPLY], "tools": [TOOL]}, {}),
     "tools as JSON": ({"messages": [ASK, REPLY], "tools": json.dumps([TOOL])}, {}),
+    "no tools as JSON": ({"messages": [ASK, turn("assistant", "VALUE")], "tools": "[]"}, {}),
     "system": ({"messages": [turn("system", "VALUE"), ASK, REPLY]}, {}),
     "developer": ({"messages": [turn("developer", "VALUE"), ASK, REPLY]}, {}),
     "system column": ({"messages": [ASK, REPLY], "system": "VALUE"}, {}),
@@ -130,6 +131,7 @@ OUTCOMES = {
     "tool result": "r r r r r r r x",
     "tools": "x x r r x r x x",
     "tools as JSON": "x x r r x r x x",
+    "no tools as JSON": "l l l l l l l l",
     "system": "r r r r r r x x",
     "developer": "r r r r r r x x",
     "system column": "r r r r r r x x",
@@ -285,6 +287,32 @@ def test_turns_that_are_marked_are_not_learnt(template: str, mark: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("weights", "learnt"),
+    [
+        ([0, 1], ["a1<|im_end|>", "<|endoftext|>"]),
+        ([1, 0], ["a0<|im_end|>"]),
+        ([1, 0, 1], ["a0<|im_end|>", "a2<|im_end|>", "<|endoftext|>"]),
+    ],
+)
+@pytest.mark.parametrize("between", [[ASK], []])
+def test_a_mark_behind_the_last_answer_is_part_of_it(
+    weights: list[int], learnt: list[str], between: list[Any]
+) -> None:
+    """As TRL's template for Phi-3, which ends a chat with a token that is marked, too."""
+    template = MARKED + (
+        "{% if not add_generation_prompt and messages[-1].role == 'assistant' %}"
+        "{% generation %}<|endoftext|>{% endgeneration %}{% endif %}"
+    )
+    chat = [ASK]
+    for number, weight in enumerate(weights):
+        chat += [turn("assistant", f"a{number}", weight=weight), *between]
+    chat = chat[:-1] if between else chat
+    data = supervised([{"messages": chat}], chat_template=template)
+    data.setup("fit")
+    assert text_of(next(iter(data.train_dataloader())), "texts")[1] == "".join(learnt)
+
+
+@pytest.mark.parametrize(
     ("marks", "options", "told"),
     [
         ({"weight": 0.5}, {}, "turn 2 has weight 0.5"),
@@ -326,6 +354,17 @@ def test_calls_as_turns_of_their_own_are_calls() -> None:
     text, learnt = text_of(next(iter(data.train_dataloader())), "texts")
     assert "<|im_start|>tool\nresult<|im_end|>" in text
     assert learnt == '<tool_call>f{"x": 1}</tool_call><|im_end|>\ndone<|im_end|>\n'
+
+
+def test_a_call_in_a_part_that_the_template_passes_over() -> None:
+    use = {"type": "tool_use", "id": "1", "name": "f", "input": {"x": "VALUE"}}
+    said = turn("assistant", [{"type": "text", "text": "reply"}, use])
+    template = (
+        "{% for m in messages %}" + ROLE + "{% for p in m.content if p.type == 'text' %}"
+        "{{ p.text }}{% endfor %}<|im_end|>\n{% endfor %}" + OPEN
+    )
+    told = refusal(supervised([{"messages": [ASK, said, ASK, REPLY]}], chat_template=template))
+    assert "`input` of parts of type tool_use in turns of the assistant" in told
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from lrlhf.datamodules import (
     StepwiseDataModule,
     SupervisedDataModule,
 )
-from tests.conftest import CHAT_TEMPLATE
+from tests.conftest import CHAT_TEMPLATE, byte_tokenizer
 from tests.datamodules.conftest import TOKENIZER, Rows, vlm
 from tests.datamodules.test_supervised import FORGETFUL, LEADING, MARKED
 
@@ -178,6 +178,33 @@ def test_beside_a_picture_marks_in_a_text_are_text(mark: str, vlm_folder: str) -
     assert ids.count(tokenizer.convert_tokens_to_ids(mark)) == (2 if mark == "<|im_end|>" else 1)
     assert f"a {mark} b<|im_end|>" in tokenizer.decode(ids)
     assert tokenizer.decode(batch.input_ids[0, batch.response_mask[0]]) == "yes<|im_end|>\n"
+
+
+@pytest.mark.parametrize(("said", "thinks"), [("<think>b</think>c", True), ("c<|im_end|>", False)])
+def test_marks_of_thoughts_that_stand_before_every_answer_are_kept_in_answers(
+    said: str, thinks: bool
+) -> None:
+    """As in GLM's template, which writes an empty thought in front of answers without any."""
+    marks = ["<|pad|>", "<|im_end|>", "<think>", "</think>"]
+    tokenizer = byte_tokenizer(marks, "<|im_end|>", additional_special_tokens=marks[2:])
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% set said = m.content %}{{ m.role }}:"
+        "{% if m.role == 'assistant' %}{% set thought = '' %}{% if '</think>' in said %}"
+        "{% set thought = said.split('</think>')[0].split('<think>')[-1] %}"
+        "{% set said = said.split('</think>')[-1] %}{% endif %}"
+        "<think>{{ thought }}</think>{% endif %}{{ said }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    row = {"messages": [turn("user", "<think>"), turn("assistant", said)]}
+    data = SupervisedDataModule(Rows([row]), tokenizer=tokenizer, batch_size=1)
+    data.setup("fit")
+    (batch,) = data.train_dataloader()
+    ids = batch.input_ids[0]
+    shown = said if thinks else f"<think></think>{said}"
+    assert tokenizer.decode(ids) == f"user:<think><|im_end|>assistant:{shown}<|im_end|>"
+    numbers = tokenizer.convert_tokens_to_ids(marks[1:])
+    assert [ids.tolist().count(number) for number in numbers] == [2, 1, 1]
+    assert tokenizer.decode(ids[batch.response_mask[0]]) == f"{shown}<|im_end|>"
 
 
 def test_a_slow_tokenizer_reads_over_what_is_split() -> None:

@@ -83,3 +83,29 @@ def test_arguments_are_json_however_a_template_writes_them(written: str) -> None
     assert rendered([{"role": "assistant", "tool_calls": [call]}], template) == (
         '{"a": "ü", "b": null}'
     )
+
+
+CALLS = "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}{% endfor %}"
+
+
+@pytest.mark.parametrize("given", [{}, {"content": None}, {"content": ""}, {"content": []}])
+@pytest.mark.parametrize(
+    "says",
+    [
+        # as DeepSeek's, which knows a call by its null
+        "{% if m.content is none %}" + CALLS + "{% else %}{{ m.content }}{% endif %}",
+        # cannot do without text, and prints null
+        "{{ '' + m.content }}" + CALLS,
+        "{{ m.content }}" + CALLS,
+        # shows either
+        "{% if m.content is defined %}{{ m.content }}{% else %}" + CALLS + "{% endif %}",
+    ],
+)
+def test_a_turn_that_only_calls_says_nothing_in_the_way_that_the_template_reads(
+    says: str, given: dict[str, Any]
+) -> None:
+    template = "{% for m in messages %}<{{ m.role }}>" + says + "{% endfor %}"
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    assert rendered([{"role": "assistant", **given, "tool_calls": [call]}], template) == (
+        "<assistant><call>f"
+    )

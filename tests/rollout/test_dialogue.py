@@ -64,6 +64,21 @@ def test_an_end_that_the_policy_wrote_is_not_given_again(template: str) -> None:
     assert given == ids(behind.removeprefix("<|im_end|>"))
 
 
+def test_an_end_of_two_tokens_is_not_given_again() -> None:
+    """As Command A's template ends a response, and then the turn."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.content }}"
+        "{{ '<|endoftext|>' if m.role == 'assistant' }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    )
+    turns, first = Dialogue(TOKENIZER, ChatFormat(TOKENIZER, template)), ids("<|endoftext|>")
+    next_turn = ids("<|im_start|>go on<|im_end|><|im_start|>")
+    assert turns.between(PROMPT, [said("no")], NEW, {}, END) == next_turn
+    assert turns.between(PROMPT, [said("no")], NEW, {}, first[0]) == [END, *next_turn]
+    # cut off: both are given
+    assert turns.between(PROMPT, [said("no")], NEW, {}, ids("o")[0]) == [*first, END, *next_turn]
+
+
 @pytest.mark.parametrize("template", [name for name in TEMPLATES if name != "forgets"])
 @pytest.mark.parametrize("role", ["user", "tool"])
 def test_what_environments_say_ends_no_turn(template: str, role: str) -> None:

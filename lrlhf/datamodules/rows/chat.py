@@ -16,13 +16,13 @@ from lrlhf.datamodules.loading.plain_rows import read_structure, read_turns
 from lrlhf.datamodules.loading.sources import Row
 from lrlhf.datamodules.rows.bad_rows import BadRow, nearest
 from lrlhf.datamodules.rows.columns import is_empty, shown, structure_of, whole_text, wrong_type
-from lrlhf.datamodules.rows.template_constants import (
+from lrlhf.models import rejoined, split_messages, split_text
+from lrlhf.models.chat_messages import readable_messages
+from lrlhf.models.template_constants import (
     GENERATION,
     TemplateConstants,
     template_constants,
 )
-from lrlhf.models import rejoined, split_messages, split_text
-from lrlhf.models.chat_messages import readable_messages
 from lrlhf.rewards.function import content_text
 from lrlhf.types import Message
 
@@ -331,11 +331,21 @@ class ChatFormat:
                     (int(one[0]), int(one[1])) for one in marked
                 ]
 
+            closing = 0
+            if without:  # some templates mark the end of the chat behind an answer that is the last
+                asked, said = ({"role": role, "content": "a"} for role in ("user", "assistant"))
+                ended, goes_on = (spans(chat)[1] for chat in ([asked, said], [asked, said, asked]))
+                closing = len(ended) - len(goes_on)
+
+            def count(turns: Sequence[Message]) -> int:
+                own = len(spans(turns)[1]) if turns else 0
+                return own - closing if turns and turns[-1]["role"] == "assistant" else own
+
             text, whole = spans(messages)
             for number in range(len(messages) - 1, -1, -1):
                 if number in without:  # its marks are those that the turns before it do not have
-                    before = len(spans(messages[:number])[1]) if number else 0
-                    del whole[before : len(spans(messages[: number + 1])[1])]
+                    until = count(messages[: number + 1]) if messages[number + 1 :] else None
+                    del whole[count(messages[:number]) : until]
             return text, whole
         return text, [
             self._added(messages, number, text, row)

@@ -21,14 +21,15 @@ from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, Lost
 from lrlhf.datamodules.rows.chat import LOSS_MARKS, SYSTEM_COLUMNS, THOUGHT_KEYS, usual_role
 from lrlhf.datamodules.rows.columns import is_empty
 from lrlhf.datamodules.rows.media_rows import KINDS, media_columns
-from lrlhf.datamodules.rows.template_constants import TemplateConstants
 from lrlhf.models import unsplit
+from lrlhf.models.template_constants import TemplateConstants
 
 DraftT = TypeVar("DraftT")
 At = tuple[str | int, ...]
 """Where a value stands in a row: column, number of the turn, key, …"""
 
 _CALL_KEYS = ("tool_calls", "function_call")
+_CALL_PARTS = ("tool_use", "tool_call")
 _PICTURES = frozenset(
     column
     for suffix in ("", "_0", "_1", "_chosen", "_rejected")
@@ -39,6 +40,8 @@ _LAST = 2
 _FIRST_MARK, _OTHER = 0xF0000, 0x10000
 """Characters of private use, and how far it is from those to the other ones."""
 _TOOLS, _KWARGS = "tools", "chat_template_kwargs"
+_EMPTY = ("", "[]", "{}", "null")
+"""Texts of cells that hold nothing, some of them as JSON."""
 _STRUCTURAL = ("role", "from", "type")
 """Keys whose values say what the others are."""
 
@@ -275,7 +278,7 @@ def _is_essential(value: _Value, base: Reached, *, learnt: bool, read: bool) -> 
         return learnt or _is_meant(kind.key, base)
     if _is_found_anew(value, base):
         return False
-    if kind.key in _CALL_KEYS:
+    if kind.key in _CALL_KEYS or kind.part in _CALL_PARTS:
         return True
     if kind.key in THOUGHT_KEYS:
         return learnt
@@ -441,7 +444,7 @@ def _are_turns(value: object) -> bool:
 
 def _is_nothing(value: object) -> bool:
     if isinstance(value, str):
-        return not value
+        return value.strip() in _EMPTY
     return is_empty(value) or (isinstance(value, list | tuple | Mapping) and not value)
 
 

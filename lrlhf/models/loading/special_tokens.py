@@ -19,6 +19,8 @@ from jinja2 import TemplateError
 from tokenizers import Tokenizer, pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 
+from lrlhf.models.template_constants import template_constants
+
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 """What templates raise at messages that they were not written for: they are programs."""
 _ESCAPE = "\ufdd0"
@@ -28,10 +30,12 @@ _ESCAPED = f"{_ESCAPE}\ufdd2"
 """The escape, where a text holds it all the same."""
 _ASKED, _ANSWERED = ({"role": role, "content": "a"} for role in ("user", "assistant"))
 _MEDIA = [{"type": kind} for kind in ("image", "video", "audio")]
+_SHOWN = {"role": "user", "content": [*_MEDIA, {"type": "text", "text": "a"}]}
+_QUESTIONS: Sequence[list[dict[str, Any]]] = ([_ASKED], [_SHOWN])
 _PLAIN_CHATS: Sequence[list[dict[str, Any]]] = (
     [_ASKED, _ANSWERED, _ASKED],
     [{"role": "system", "content": "a"}, _ASKED, _ANSWERED, _ASKED],
-    [{"role": "user", "content": [*_MEDIA, {"type": "text", "text": "a"}]}, _ANSWERED, _ASKED],
+    [_SHOWN, _ANSWERED, _ASKED],
 )
 
 
@@ -42,8 +46,9 @@ def split_messages(
 ) -> list[dict[str, Any]]:
     """Return messages whose special tokens are read as the letters that they are written with.
 
-    The assistant's turns keep what the template names and does not write around plain turns, such
-    as marks of thoughts and calls; never what ends a turn or stands for media.
+    The assistant's turns keep what the template looks for in turns, or names and does not write
+    around plain ones, such as marks of thoughts and calls; never what ends a turn or stands for
+    media.
 
     Args:
         tokenizer: Will read them.
@@ -168,13 +173,22 @@ def _pattern_of_answers(
 ) -> re.Pattern[str]:
     """Leave the tokens out that the template knows in an assistant's turn."""
     named = {token for token in special_tokens(tokenizer) if token in template}
-    around = {str(token) for token in (tokenizer.eos_token, tokenizer.bos_token) if token}
     source = None if template == f"{tokenizer.chat_template}" else template
-    for chat in _PLAIN_CHATS:
-        with contextlib.suppress(*TEMPLATE_ERRORS):
-            text = str(tokenizer.apply_chat_template(chat, chat_template=source, tokenize=False))
-            around |= {token for token in named if token in text}
-    return _pattern(tokenizer, known, frozenset(named - around))
+
+    def around(chats: Iterable[list[dict[str, Any]]]) -> Iterator[str]:
+        for chat in chats:
+            with contextlib.suppress(*TEMPLATE_ERRORS):
+                text = tokenizer.apply_chat_template(chat, chat_template=source, tokenize=False)
+                yield from (token for token in named if token in str(text))
+
+    ends = {str(token) for token in (tokenizer.eos_token, tokenizer.bos_token)}
+    never = {*ends, *around(_QUESTIONS)}
+    # marks of an empty thought may stand before each answer
+    sought = {
+        token for token in named for mark in template_constants(template).marks if token in mark
+    }
+    kept = (named - never - {*around(_PLAIN_CHATS)}) | (sought - never)
+    return _pattern(tokenizer, known, frozenset(kept))
 
 
 @lru_cache(maxsize=4)

@@ -99,10 +99,12 @@ class Dialogue:
         self.check_roles(before, new, row)
         given = text.rpartition(_MARK)[2]
         # any other token is the last of a turn that was cut off, and no part of what ends it
-        if last_token in self._marks:
-            ending = str(self._tokenizer.decode([last_token])).strip()
-            if ending and given.lstrip().startswith(ending):
-                given = given.lstrip().removeprefix(ending)
+        ending = str(self._tokenizer.decode([last_token])).strip()
+        if last_token in self._marks and ending:
+            # some templates end a turn with two tokens, of which this is the second
+            before_it, found, behind = given.partition(ending)
+            if found and self._marks.issuperset(self._encoded(before_it.strip())):
+                given = behind
         return self._behind(given)
 
     def whole(
