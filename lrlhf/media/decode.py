@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, BinaryIO, Literal
@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from lrlhf.media.animations import FORMATS as ANIMATIONS
 from lrlhf.media.animations import Animation, animation_of
@@ -31,6 +31,7 @@ IMAGES = (
     "PCX", "SGI",
 )  # fmt: skip
 """Formats of images, by Pillow's names. Others may be read by programs of the system (EPS, WMF)."""
+_UNKNOWN = f"it is damaged, or of none of the formats {', '.join(IMAGES)}"
 _FILMS = (
     "mov,matroska,avi,mpeg,mpegts,mpegvideo,flv,asf,ogg,mxf,nut,ivf,dv,h264,hevc,m4v,av1,obu,"
     "wav,mp3,flac"
@@ -289,7 +290,10 @@ def explained(reason: str, name: str) -> Iterator[None]:
         # FFmpeg has a kind of its own, of frames that would be too large
         if own or type(error) is MemoryError:
             raise
-        raise MediaError(reason, f"{name}: {error}") from error
+        # without the addresses of what was opened, which Pillow and libsndfile name first
+        known = isinstance(error, UnidentifiedImageError)
+        told = _UNKNOWN if known else getattr(error, "error_string", error)
+        raise MediaError(reason, f"{name}: {told}") from error
 
 
 def _is_own(trace: TracebackType | None) -> bool:
@@ -338,7 +342,10 @@ def _data_uri(value: str, name: str) -> bytes:
     try:
         return base64.b64decode(data, validate=True)
     except binascii.Error as error:
-        raise MediaError(reason, f"{name}: {error}") from error
+        # without the addresses of what was opened, which Pillow and libsndfile name first
+        known = isinstance(error, UnidentifiedImageError)
+        told = _UNKNOWN if known else getattr(error, "error_string", error)
+        raise MediaError(reason, f"{name}: {told}") from error
 
 
 def _opened_image(value: Any, name: str) -> Image.Image:
@@ -428,7 +435,10 @@ def _chosen(
     if not starts:
         raise MediaError("video without frames", f"{name} has none")
     part = how.part
-    begin, finish = part.video_start or 0.0, min(end, part.video_end or math.inf)
+    begin, finish = (
+        part.video_start or 0.0,
+        min(end, math.inf if part.video_end is None else part.video_end),
+    )
     if begin >= finish:
         raise MediaError(
             "video without frames", f"{name} lasts {end:.4g} s, and is shown from {begin:g} s on"
@@ -481,9 +491,20 @@ def _given(values: Sequence[Any], name: str, how: _Reading) -> Video:
             raise MediaError("option of a media part", f"{len(stamps)} timestamps stand for {name}")
         starts = [stamp - stamps[0] for stamp in stamps]
         end = _end(starts, None, rate)
+        how = replace(how, part=_from_first(how.part, stamps[0]))
     chosen, fps = _chosen(starts, end, name, how)
     images = (_image(values[index], how) for index in chosen)
     return Video(_filled(images, len(chosen), name), fps)
+
+
+def _from_first(part: PartOptions, first: float) -> PartOptions:
+    """Count the part that is shown from the first time stamp on, as frames are counted."""
+    begin, finish = part.video_start, part.video_end
+    return replace(
+        part,
+        video_start=None if begin is None else max(0.0, begin - first),
+        video_end=None if finish is None else finish - first,
+    )
 
 
 def _end(starts: Sequence[float], last: float | None, rate: float) -> float:
@@ -535,9 +556,9 @@ def _timeline(content: Path | bytes, name: str) -> tuple[list[float], float]:
     starts: list[float | None] = []
     last = None
     with _opened_film(content, name) as container:
-        if not container.streams.video:
+        stream = _stream(container)
+        if stream is None:
             raise MediaError("video without frames", f"{name} has none")
-        stream = container.streams.video[0]
         rate = float(stream.average_rate or stream.guessed_rate or 1)
         for frame in _decoded(container):
             starts.append(frame.time)
@@ -555,7 +576,7 @@ def _film_frames(content: Path | bytes, places: Sequence[int], name: str) -> Ite
     """Yield the frames at ``places``, stretched and turned as a player shows them."""
     times = Counter(places)
     with _opened_film(content, name) as container:
-        ratio = container.streams.video[0].sample_aspect_ratio
+        ratio = _stream(container).sample_aspect_ratio
         for index, frame in enumerate(_decoded(container)):
             if times[index]:
                 size = max(1, round(frame.width * (ratio or 1))), frame.height
@@ -607,8 +628,13 @@ def _opened_film(content: Path | bytes, name: str) -> Any:
         ) from error
 
 
+def _stream(container: Any) -> Any:
+    """Return the film, which a cover or a still picture may precede; None: there is none."""
+    return container.streams.best("video")
+
+
 def _decoded(container: Any) -> Iterator[Any]:
-    stream = container.streams.video[0]
+    stream = _stream(container)
     if stream.codec_context is None:
         raise ValueError("its codec is not known")
     stream.codec_context.options = {"max_pixels": str(_FILM_PIXELS)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -283,6 +284,7 @@ class MediaProcessor:
         }
 
     def _video_arguments(self, videos: Sequence[Video]) -> dict[str, Any]:
+        videos = [self._as_patches(video) for video in videos]
         frames: Any = [torch.from_numpy(video.frames).permute(0, 3, 1, 2) for video in videos]
         described = [
             VideoMetadata(
@@ -301,6 +303,15 @@ class MediaProcessor:
                 "video_metadata": [described] if nested else described,
             },
         }
+
+    def _as_patches(self, video: Video) -> Video:
+        """Show a film that is shorter than the model's patches of time as often as one needs."""
+        reader = vars(self.processor).get("video_processor")
+        patch = getattr(reader, "temporal_patch_size", None) or 1
+        times = math.ceil(patch / len(video.frames))
+        if times == 1:
+            return video
+        return Video(np.repeat(video.frames, times, axis=0), video.fps * times)
 
     def _check_counts(self, text: str, refs: MediaRefs) -> None:
         given = refs.counts

@@ -38,7 +38,7 @@ class PartOptions:
         nframes: Frames that are taken.
         min_frames: Frames that are taken at least, where there are as many.
         max_frames: Frames that are taken at most.
-        video_start: Second at which the part of the film that is shown begins.
+        video_start: Second, by the clock of ``timestamps``, at which what is shown begins.
         video_end: Second at which it ends.
     """
 
@@ -147,6 +147,8 @@ def _feed(digest: hashlib.blake2b, value: Any) -> None:
     elif isinstance(value, bytes | bytearray):
         digest.update(_content_digest(value))
     elif isinstance(value, Image.Image | np.ndarray | Tensor):
+        if isinstance(value, Image.Image) and value.mode in ("P", "PA"):
+            digest.update(str(value.getpalette()).encode())
         pixels = np.ascontiguousarray(value)
         digest.update(f"{pixels.shape}{pixels.dtype}".encode())
         digest.update(pixels.tobytes())

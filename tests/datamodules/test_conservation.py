@@ -9,6 +9,7 @@ import random
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from lrlhf.datamodules import (
     BadDataError,
@@ -19,6 +20,7 @@ from lrlhf.datamodules import (
 )
 from tests.datamodules.conftest import TOKENIZER, Rows
 
+PICTURE = Image.new("RGB", (2, 2))
 ROLE = "<|im_start|>{{ m.role }}\n"
 OPEN = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 CHATML = "{% for m in messages %}" + ROLE + "{{ m.content }}<|im_end|>\n{% endfor %}" + OPEN
@@ -398,6 +400,14 @@ def test_columns_beside_those_that_are_read(
     data.setup("fit")
     told = "neither the model nor the task reads" + (f" column `{lost}` of 1 row" if lost else "")
     assert (told in caplog.text) is bool(lost)
+
+
+@pytest.mark.parametrize("cell", [PICTURE, [PICTURE], {"bytes": b"png", "path": None}])
+def test_a_picture_in_a_column_of_another_name_is_refused(cell: object) -> None:
+    turns = [turn("user", "q"), turn("assistant", "a")]
+    row = {"messages": turns, "photo": cell}
+    data = SupervisedDataModule([row], tokenizer=TOKENIZER, batch_size=1)
+    assert "nothing of column `photo`" in refusal(data)
 
 
 def some_row(dice: random.Random) -> dict[str, Any]:

@@ -304,3 +304,10 @@ def test_to_a_text_model_media_columns_are_info(model_folder: str) -> None:
     shown = {"prompt": asks("p", "1.png"), "chosen": " a", "rejected": " b"}
     with pytest.raises(BadDataError, match="media for a text model"):
         load(Rows([shown]), model_folder)
+
+
+def test_a_mark_in_one_candidate_leaves_the_other_none(only: Only) -> None:
+    row = {"prompt": [{"role": "user", "content": "q"}], "image": "1.png"}
+    row |= {"chosen": whole("x <image>")[1:], "rejected": whole("y")[1:]}
+    with pytest.raises(BadDataError, match="one candidate has a mark"):
+        only(row)

@@ -307,3 +307,10 @@ def test_options_that_are_not_followed_are_refused_by_name(
     found = problem(places, [user({"type": kind, kind: "/a", **options})], NOTHING)
     assert found.reason == "option of a media part"
     assert told in found.detail
+
+
+@pytest.mark.parametrize("images", [None, [], [None], ["", None], float("nan")])
+def test_a_cell_of_nothing_shows_nothing(places: MediaReader, images: object) -> None:
+    refs = places.of_columns({"images": images}, FOLDER)
+    assert len(refs) == 0
+    assert refs.columns == {"image"}

@@ -509,6 +509,14 @@ def test_each_frame_of_an_animation_lasts_as_long_as_it_says(format: str) -> Non
     assert thinned.fps == pytest.approx(1.0)
 
 
+def test_the_frames_of_an_animated_avif_are_read_and_not_its_still() -> None:
+    # 10 frames of a second each, of which 2 per second are asked for: all of them
+    moving = animation(*range(0, 100, 10), duration=1000, format="AVIF", quality=100)
+    video = read_video(moving, OPTIONS)
+    assert len(video.frames) == 10
+    assert video.fps == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize("delay", [0, 10])
 def test_a_gif_without_time_is_shown_as_browsers_do(delay: int) -> None:
     video = read_video(animation(0, 40, 80, duration=delay), MediaOptions(fps=50.0))
@@ -562,7 +570,8 @@ def test_a_name_with_a_colon_is_no_protocol(
 
 def test_formats_that_start_programs_are_not_read() -> None:
     drawn = encoded(Image.new("RGB", (4, 4)), "EPS")
-    assert reason(lambda: check_image(drawn)) == "broken image"
+    with pytest.raises(MediaError, match=r"broken image: .* of none of the formats PNG, JPEG, "):
+        check_image(drawn)
 
 
 FRAMES = stills(*range(0, 80, 10))
@@ -578,6 +587,16 @@ FRAMES = stills(*range(0, 80, 10))
         ({"max_frames": 4}, [10, 30, 50, 70], 1.0),
         ({"nframes": 2}, [20, 60], 0.5),
         ({"video_start": 1.0, "video_end": 3.0}, [20, 30, 40, 50], 2.0),
+        # of the same clock as the time stamps
+        (
+            {
+                "timestamps": tuple(100.0 + index for index in range(8)),
+                "video_start": 102.0,
+                "video_end": 104.0,
+            },
+            [20, 30],
+            1.0,
+        ),
         # the last one lasts as long as the others on average: 8 frames in 8 s
         ({"timestamps": (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)}, list(range(0, 80, 10)), 1.0),
     ],

@@ -229,6 +229,25 @@ def test_refs_are_equal_where_the_same_files_or_bytes_are_named() -> None:
     assert not MediaRefs()
 
 
+def test_palettes_tell_equal_indices_apart() -> None:
+    red, blue = (Image.new("P", (2, 2)) for _ in range(2))
+    red.putpalette([255, 0, 0])
+    blue.putpalette([0, 0, 255])
+    assert MediaRefs((red,)).key != MediaRefs((blue,)).key
+    assert MediaRefs((red,)).key == MediaRefs((red.copy(),)).key
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_film_of_one_frame_lasts_as_long_as_it_says(family: str) -> None:
+    processor = processor_of(family)
+    still = frames(1, 128, 128)
+    encoded = processor.encode(VIDEO, [], [replace(still, fps=0.1)])
+    assert encoded.media.tensors["video_grid_thw"][0, 0] == 1
+    # a patch of two frames, which both are the one of 10 s
+    if family == "qwen2_5_vl":
+        assert encoded.media.tensors["second_per_grid_ts"].tolist() == [10.0]
+
+
 def test_the_key_of_a_file_is_that_of_its_content(tmp_path: Path) -> None:
     large = bytes(range(256)) * 1000
     for content in (b"12", large):

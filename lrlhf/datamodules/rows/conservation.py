@@ -16,6 +16,8 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from PIL import Image
+
 from lrlhf.datamodules.loading.sources import Row
 from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, Lost
 from lrlhf.datamodules.rows.chat import LOSS_MARKS, SYSTEM_COLUMNS, THOUGHT_KEYS, usual_role
@@ -184,7 +186,10 @@ class Conservation(Generic[DraftT]):
     ) -> _Verdict:
         unread = self._unread_columns(row, folder, base, values)
         kinds = {Kind(f"{_KWARGS}.{name}"): False for name in self._unread_options(row)}
-        kinds |= {Kind(column): _is_meant(column, base) for column in unread}
+        kinds |= {
+            Kind(column): _is_meant(column, base) or _is_only_picture(column, row)
+            for column in unread
+        }
         passed = {*base.named, *self._ours, *unread, _KWARGS}
         values = [value for value in values if value.at[0] not in passed]
         marking = _Marking(row, self._constants.marks, values)
@@ -263,6 +268,17 @@ def _is_meant(column: str, base: Reached) -> bool:
     """Whether a column that nothing reads was clearly meant to be read."""
     # a plain text may have been rendered already, with its tools
     return column in _PICTURES or column in SYSTEM_COLUMNS or (column == _TOOLS and base.rendered)
+
+
+def _is_only_picture(column: str, row: Row) -> bool:
+    """Whether a column of another name holds the pictures of a row that has no others."""
+    cell = row[column]
+    held = cell if isinstance(cell, list | tuple) else [cell]
+    shows = any(not _is_nothing(row.get(name)) for name in _PICTURES)
+    return not shows and any(
+        isinstance(value, Image.Image) or (isinstance(value, Mapping) and value.get("bytes"))
+        for value in held
+    )
 
 
 def _is_found_anew(value: _Value, base: Reached) -> bool:
@@ -445,7 +461,9 @@ def _are_turns(value: object) -> bool:
 def _is_nothing(value: object) -> bool:
     if isinstance(value, str):
         return value.strip() in _EMPTY
-    return is_empty(value) or (isinstance(value, list | tuple | Mapping) and not value)
+    if isinstance(value, list | tuple):
+        return all(map(is_empty, value))
+    return is_empty(value) or (isinstance(value, Mapping) and not value)
 
 
 def _masked(text: str, mark: str) -> str:

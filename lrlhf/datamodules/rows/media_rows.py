@@ -341,7 +341,7 @@ def _listed(value: Any, *, several: bool) -> list[Any]:
         with suppress(ValueError):  # it is a path
             value = read_structure(value)  # as a .csv holds a list
     if several and isinstance(value, list | tuple):
-        return list(value)
+        return [] if all(map(is_empty, value)) else list(value)
     return [] if is_empty(value) else [value]
 
 

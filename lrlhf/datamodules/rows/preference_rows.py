@@ -255,7 +255,14 @@ class PreferenceParser:
             strict=True,
         )
         start = len(turns)
-        asked = wholes[0][:start]  # the same in both: what stands first is filled first
+        asked = wholes[0][:start]  # what stands first is filled first
+        if wholes[1][:start] != asked:
+            raise BadRow(
+                "placeholder count",
+                "one candidate has a mark of an image, video or audio, and neither the prompt nor "
+                "the other candidate has one",
+                remedy="put the mark into the prompt, or into both candidates",
+            )
         before = self.chat.opened(asked, row) if asked else ""
         texts, spans = [], []
         for whole in wholes:
