@@ -1,12 +1,13 @@
-"""Compares the models that both scripts have saved: greedy answers to the held-out sums.
+r"""Compares the models that both scripts have saved: greedy answers to the held-out sums.
 
-    python score.py smollm2 "runs/rloo_trl_*/final" "runs/rloo_lrlhf_*/export/final"
+    python score.py HuggingFaceTB/SmolLM2-135M-Instruct \
+        "runs/rloo_trl_*/final" "runs/rloo_lrlhf_*/export/final"
 
-Each argument is one side, its models those of its seeds; the last is compared with the one before.
+Each argument is one side, its models those of its seeds, and is compared with the one before.
 """
 
 import sys
-from pathlib import Path
+from glob import glob
 
 import torch
 from rloo_lrlhf import right, sums
@@ -26,7 +27,9 @@ def scores(folder):
 
 
 if __name__ == "__main__":
-    sides = [[scores(folder) for folder in sorted(Path().glob(side))] for side in sys.argv[1:]]
+    # Path.glob takes no absolute pattern
+    folders = [sorted(glob(side)) or [side] for side in sys.argv[1:]]  # noqa: PTH207  see above
+    sides = [[*map(scores, side)] for side in folders]
     for before, side in zip([None, *sides], sides):
         sys.stdout.write(f"{[sum(own) / len(own) for own in side]}\n")
         if before:

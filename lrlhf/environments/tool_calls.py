@@ -160,26 +160,26 @@ def _expect(text: str, position: int, literal: str) -> int:
     return start + len(literal)
 
 
-def _call_of(value: Any) -> ToolCall:
-    """Return the call that a JSON object describes."""
+def _call_of(value: Any, end: int) -> ToolCall:
+    """Return the call that a JSON object describes, which ends there."""
     if not isinstance(value, dict):
-        raise MalformedError('not an object {"name": …, "arguments": {…}}')
-    return _checked(value.get("name"), value.get("arguments", value.get("parameters", {})))
+        raise MalformedError('not an object {"name": …, "arguments": {…}}', end)
+    return _checked(value.get("name"), value.get("arguments", value.get("parameters", {})), end)
 
 
-def _checked(name: Any, arguments: Any) -> ToolCall:
-    """Return a call whose arguments any JSON can hold, as UTF-8."""
+def _checked(name: Any, arguments: Any, end: int) -> ToolCall:
+    """Return a call, which ends there, whose arguments any JSON can hold, as UTF-8."""
     if not isinstance(name, str) or not name:
-        raise MalformedError("the call has no name")
+        raise MalformedError("the call has no name", end)
     if not isinstance(arguments, dict):
-        raise MalformedError(f"the arguments of {name} are no object")
+        raise MalformedError(f"the arguments of {name} are no object", end)
     if _is_deep(arguments):
-        raise MalformedError(f"the arguments of {name} are nested too deeply")
+        raise MalformedError(f"the arguments of {name} are nested too deeply", end)
     try:
         written = json.dumps([name, arguments], ensure_ascii=False, allow_nan=False)
         written.encode()
     except (TypeError, ValueError) as error:
-        raise MalformedError(f"the call of {name!a} is no JSON: {error}") from None
+        raise MalformedError(f"the call of {name!a} is no JSON: {error}", end) from None
     # tuples and keys of other types become what JSON makes of them
     return ToolCall(name, json.loads(written)[1])
 
@@ -204,7 +204,7 @@ _HERMES = Format(
 def _hermes_call(text: str, opening: re.Match[str]) -> Read:
     value, end = _json_at(text, opening.end())
     end = _expect(text, end, "</tool_call>")
-    return Read([_call_of(value)], end)
+    return Read([_call_of(value, end)], end)
 
 
 _QWEN_CODER = Format(
@@ -233,8 +233,8 @@ def _qwen_coder_call(text: str, opening: re.Match[str]) -> Read:
         end = value_end.end()
     close = _QWEN_CODER_END.match(text, end)
     if not close:
-        raise MalformedError("no </function> where the call should end")
-    return Read([_checked(name[1].strip(), arguments)], close.end())
+        raise MalformedError("no </function> where the call should end", end)
+    return Read([_checked(name[1].strip(), arguments, close.end())], close.end())
 
 
 _MISTRAL_NAMED = r"[^\W\d][\w.-]*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?(?=\{)"
@@ -251,14 +251,16 @@ _MISTRAL_CALL = re.compile(rf"\s*({_MISTRAL_NAMED})")
 
 def _mistral_calls(text: str, opening: re.Match[str]) -> Read:
     start = _skip_space(text, opening.end())
-    if text.startswith("[", start):
+    if text.startswith(("[", "{"), start):
         values, end = _json_at(text, start)
-        return Read([_call_of(value) for value in values], end)
+        if not isinstance(values, list):
+            raise MalformedError("not a list of calls", end)
+        return Read([_call_of(value, end) for value in values], end)
     calls: list[ToolCall] = []
     end = start
     while head := _MISTRAL_CALL.match(text, end):
         arguments, end = _json_at(text, head.end())
-        calls.append(_checked(head[1].partition("[")[0], arguments))
+        calls.append(_checked(head[1].partition("[")[0], arguments, end))
     if not calls:
         raise MalformedError("neither a list of calls nor NAME{…} after [TOOL_CALLS]")
     return Read(calls, end)
@@ -267,7 +269,7 @@ def _mistral_calls(text: str, opening: re.Match[str]) -> Read:
 _DEEPSEEK = Format(
     re.compile("<｜tool▁call▁begin｜>"),
     re.compile("<｜tool▁call▁end｜>|(?=<｜tool▁call▁begin｜>)"),
-    regex.compile("<｜tool▁call▁begin｜>"),
+    regex.compile("(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>"),
 )
 _DEEPSEEK_HEAD = re.compile(r"([^<\n]*)<｜tool▁sep｜>(?:([^\n{<]+)\n```json\n)?")
 
@@ -280,7 +282,7 @@ def _deepseek_call(text: str, opening: re.Match[str]) -> Read:
     if head[2]:
         end = _expect(text, end, "```")
     end = _expect(text, end, "<｜tool▁call▁end｜>")
-    return Read([_checked((head[2] or head[1]).strip(), arguments)], end)
+    return Read([_checked((head[2] or head[1]).strip(), arguments, end)], end)
 
 
 _PYTHON = Format(
@@ -316,32 +318,36 @@ def _python_calls(text: str, opening: re.Match[str]) -> Read:
             warnings.simplefilter("ignore")
             values = ast.parse(body, mode="eval").body
         if not isinstance(values, ast.List):
-            raise MalformedError("not a list of calls, [NAME(key=value), …]")
-        calls = [_python_call(value) for value in values.elts]
+            raise MalformedError("not a list of calls, [NAME(key=value), …]", reached)
+        calls = [_python_call(value, reached) for value in values.elts]
     except SyntaxError as error:
         raise MalformedError(f"not a list of calls in Python: {error.msg}", reached) from None
     except ValueError as error:
-        raise MalformedError(f"not a list of calls in Python: {error}") from None
+        raise MalformedError(f"not a list of calls in Python: {error}", reached) from None
     except (RecursionError, MemoryError):
-        raise MalformedError("the calls are nested too deeply") from None
+        raise MalformedError("the calls are nested too deeply", reached) from None
     return Read(calls, close.end() if close else len(text))
 
 
-def _python_call(node: ast.expr) -> ToolCall:
+def _python_call(node: ast.expr, reached: int) -> ToolCall:
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
-        raise MalformedError("not a list of calls, [NAME(key=value), …]")
+        raise MalformedError("not a list of calls, [NAME(key=value), …]", reached)
     name = node.func.id
     arguments: dict[str, Any] = {}
     for keyword in node.keywords:
         if keyword.arg is None or keyword.arg in arguments:
-            raise MalformedError(f"{name} must be given each argument once and by its name")
+            raise MalformedError(
+                f"{name} must be given each argument once and by its name", reached
+            )
         try:
             arguments[keyword.arg] = ast.literal_eval(_JSONWords().visit(keyword.value))
         except (ValueError, TypeError):
-            raise MalformedError(f"the value of {keyword.arg} is no literal") from None
+            raise MalformedError(f"the value of {keyword.arg} is no literal", reached) from None
     if node.args:
-        raise MalformedError(f"{name} must be given its arguments by name, {name}(key=value)")
-    return _checked(name, arguments)
+        raise MalformedError(
+            f"{name} must be given its arguments by name, {name}(key=value)", reached
+        )
+    return _checked(name, arguments, reached)
 
 
 class _JSONWords(ast.NodeTransformer):
@@ -374,4 +380,4 @@ _LLAMA_JSON = Format(
 
 def _llama_json_call(text: str, opening: re.Match[str]) -> Read:
     value, end = _json_at(text, opening.end())
-    return Read([_call_of(value)], end)
+    return Read([_call_of(value, end)], end)

@@ -211,6 +211,10 @@ def result_text(value: Any) -> str:
         raise UnreadableResultError(
             f"{_kind(value)} that is nested too deeply or holds itself; return less of it"
         ) from None
+    except UnreadableResultError:
+        raise
+    except Exception as error:  # of a tensor without values, a number of 5000 digits, a model
+        raise UnreadableResultError(f"{_kind(value)} that cannot be read: {error}") from error
     return text.encode("utf-8", "replace").decode("utf-8")
 
 

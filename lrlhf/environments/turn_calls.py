@@ -73,8 +73,8 @@ _LEAST_BEGUN = 2
 """Letters of a call's beginning that are no accident at the end of a turn."""
 _THINK, _THINK_END = "<think>", "</think>"
 _MARK = re.compile(f"{_THINK}|{_THINK_END}")
-_ENDINGS = re.compile(r"(?:\s|<[|\uff5c][^<>\s]*[|\uff5c]>|</s>)*\Z")
-"""Special tokens that end a turn."""
+_ENDINGS = re.compile(r"(?:\s|<[|\uff5c](?!tool)[^<>\s]*[|\uff5c]>|</s>)*\Z")
+"""Special tokens that end a turn, and not those that begin a call."""
 
 
 class _Scan:

@@ -26,6 +26,7 @@ from lrlhf.rewards.function import (
     RewardFunction,
     StepReward,
     first_of,
+    with_segments,
 )
 from lrlhf.rewards.function_weights import (
     Score,
@@ -52,7 +53,7 @@ from lrlhf.rewards.reward_values import (
     check_values,
     weighted_steps,
 )
-from lrlhf.types import Message, Prompt
+from lrlhf.types import Prompt
 
 _TIMEOUT_S = 1800.0
 """For functions that may hang; far more than work takes."""
@@ -288,16 +289,18 @@ class Rewards(KeepsArguments):
     ) -> Call:
         """Return what is called, with the rows that are asked about in lists of its own."""
         name, function = entry.bound
-        prompts, signature = given["prompts"], inspect.signature(function)
+        signature = inspect.signature(function)
         wanted = {name: on_request[name] for name in on_request if name in signature.parameters}
         names = {column: None for row in entry.rows for column in columns[row]}
         available = {
             **{column: [columns[row].get(column) for row in entry.rows] for column in names},
             **{
-                argument: [values[row] for row in entry.rows]
-                for argument, values in {**given, **wanted}.items()
+                argument: [_copied(values[row]) for row in entry.rows]
+                for argument, values in given.items()
             },
-            "prompts": [_own_turns(prompts[row]) for row in entry.rows],
+            **{
+                argument: [values[row] for row in entry.rows] for argument, values in wanted.items()
+            },
             "log_metric": entry.journal.log_metric,
             "log_extra": entry.journal.log_extra,
         }
@@ -459,9 +462,12 @@ class Rewards(KeepsArguments):
         return means, extras
 
 
-def _own_turns(prompt: Prompt) -> str | list[Message]:
-    """Return the turns of a chat as a list, to which a function may add its own."""
-    return prompt if isinstance(prompt, str) else [*prompt]
+def _copied(value: Any) -> Any:
+    """Return text as it is, and the turns of a chat or token ids as a list that may be changed."""
+    if isinstance(value, str):
+        return value
+    copied = [{**one} if isinstance(one, Mapping) else one for one in value]
+    return with_segments(copied, getattr(value, "segments", None))
 
 
 def _numbered(groups: Iterable[Hashable]) -> Int[Tensor, " B"]:

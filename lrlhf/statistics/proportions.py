@@ -63,10 +63,12 @@ def share_interval(
     It is Wilson's of so many independent outcomes as say as much as these:
 
         n* = min(n, (1 + p (1 - p) / SE²) (z / t)²)
-        SE² = G / (G - 1) · Σ_g (Σ_i (x_gi - p))² / n²
+        SE² = (G - 1) / G · Σ_g (Σ_i (x_gi - p) / (n - n_g))²
 
-    with Student's t of G - 1 degrees of freedom, as SE is estimated from G clusters. It is n with
-    one outcome in each cluster, and G where all outcomes are the same.
+    with SE of the jackknife over the clusters, and Student's t of n² / Σ_g n_g² - 1 degrees of
+    freedom: clusters that are large say little of the spread. With equal clusters SE is that of
+    `mean_interval`, and there are G - 1. n* is n with one outcome in each cluster, and G where all
+    outcomes are the same.
 
     Args:
         outcomes: What the share is of; also numbers from 0 to 1, such as shares of samples.
@@ -79,25 +81,29 @@ def share_interval(
     Reference:
         Franco, Little, Louis and Slud 2019, https://doi.org/10.1093/jssam/smy019 (Wilson's interval
         with the effective sample size); Korn and Graubard 1998, Survey Methodology 24, 193-201 (t);
-        Miller 2024, eq. 4, https://arxiv.org/abs/2411.00640 (SE)
+        Cameron and Miller 2015, section VI, Journal of Human Resources 50 (jackknife, and clusters
+        of different size)
     """
     count = len(outcomes)
     if not count:
         return wilson_interval(0, 0, level)
     share = math.fsum(outcomes) / count
     gaps: dict[Hashable, float] = defaultdict(float)
+    sizes: dict[Hashable, int] = defaultdict(int)
     for outcome, cluster in zip(outcomes, clusters, strict=True):
         gaps[cluster] += outcome - share
+        sizes[cluster] += 1
     whole, alone = all(outcome in (0, 1) for outcome in outcomes), len(gaps) == count
     effective = float(len(gaps))
     # the variance of independent outcomes is p (1 - p), and is not estimated
     if not (whole and alone) and 0 < share < 1 and len(gaps) > 1:
-        squares = math.fsum(gap * gap for gap in gaps.values())
-        variance = squares * len(gaps) / (len(gaps) - 1) / count**2
+        squares = math.fsum((gap / (count - sizes[one])) ** 2 for one, gap in gaps.items())
+        variance = squares * (len(gaps) - 1) / len(gaps)
         # a sum that rounding alone keeps from zero
         if variance > 1e-15:
             z = NormalDist().inv_cdf((1 + level) / 2)
-            shrunk = (z / t_quantile(level, len(gaps) - 1)) ** 2
+            degrees = count**2 / sum(size * size for size in sizes.values()) - 1
+            shrunk = (z / t_quantile(level, max(1.0, degrees))) ** 2
             found = (1 + share * (1 - share) / variance) * shrunk
             # that of independent numbers between 0 and 1 is p (1 - p) at most
             effective = max(effective, found) if alone else found

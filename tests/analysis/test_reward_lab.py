@@ -88,8 +88,8 @@ def test_responses_without_a_value_are_counted_and_named(tmp_path: Path) -> None
     rows = lab.without_value["none_for_a_tenth"]
     assert all(row.completion.startswith("7") for row in rows)
     assert [row.place for row in rows] == [f"answers.jsonl:{n}" for n in range(1, 13)]
-    # the sum lacks a part there
-    assert part_of(lab, "score").missing.count == 12
+    # the sum lacks a part there, and cannot be compared with the others of its prompt
+    assert part_of(lab, "score").missing.count == 120
     assert part_of(lab, "digit").missing.count == 0
     assert "10.0% (5.8% to 16.7%)" in as_text(lab)  # Wilson's interval of 12 of 120
 
@@ -150,7 +150,7 @@ def test_rows_and_messages_reach_the_functions(tmp_path: Path) -> None:
 
     score_responses(given_responses(path), Rewards([looks]), build_tokenizer())
 
-    assert seen["prompts"] == [tuple(chat)]
+    assert seen["prompts"] == [chat]
     assert seen["completions"] == [[{"role": "assistant", "content": "4"}]]
     assert seen["answer"] == ["four"]
 
@@ -358,7 +358,9 @@ def test_responses_to_one_prompt_are_a_cluster_of_the_intervals() -> None:
     score = part_of(look_at(rows), "score")
 
     assert (score.missing.count, score.missing.of) == (24, 160)
-    assert score.missing.interval == pytest.approx(wilson_interval(3, 20))
+    # 20 prompts of which each says as much as one outcome, fewer by (z / t)² of 19 degrees
+    effective = 20 * (1.959964 / 2.093024) ** 2
+    assert score.missing.interval == pytest.approx(wilson_interval(0.15 * effective, effective))
     assert (score.no_signal.count, score.no_signal.of) == (0, 34)
     assert score.no_signal.interval == pytest.approx(wilson_interval(0, 17))
 

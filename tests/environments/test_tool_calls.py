@@ -487,6 +487,34 @@ def test_no_call_vanishes_that_ends_in_the_midst(form: str, end: str) -> None:
             assert read(form, f"<think>\nhm\n</think>{cut}"), cut
 
 
+SAID = '"a </think> b"'
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("hermes", f'<tool_call>{{"name": "f", "arguments": {SAID}}}</tool_call>'),
+        ("hermes", f'<tool_call>{{"arguments": {{"q": {SAID}}}}}</tool_call>'),
+        ("mistral", f"[TOOL_CALLS][{SAID}]"),
+        ("mistral", f'[TOOL_CALLS]{{"name": "f", "arguments": {{"q": {SAID}}}}}'),
+        ("deepseek", f"<｜tool▁call▁begin｜>f<｜tool▁sep｜>[{SAID}]<｜tool▁call▁end｜>"),
+        ("python", f"[f({SAID})]"),
+        ("python", f"[f(q={SAID} + x)]"),
+        ("llama3_json", f'{{"name": "f", "parameters": {SAID}}}'),
+        ("qwen3_coder", "<function=f>\n<parameter=q>\na </think> b\n</parameter>\n</function"),
+    ],
+)
+def test_a_mark_in_the_values_of_what_is_no_call_ends_no_thought(form: str, text: str) -> None:
+    assert problem(form, text)
+
+
+def test_a_turn_that_ends_where_its_calls_were_to_begin_has_a_malformed_one() -> None:
+    for end in ("", "\n", "<｜end▁of▁sentence｜>"):
+        (found,) = read("deepseek", f"Let me look.<｜tool▁calls▁begin｜>{end}")
+        assert isinstance(found, MalformedCall)
+    assert read("deepseek", "Done.<｜end▁of▁sentence｜>") == []
+
+
 def test_one_broken_call_of_several_is_told() -> None:
     good = RENDERED["hermes"]
     broken = good.replace("}", "", 1).replace("</tool_call>", "")

@@ -577,6 +577,8 @@ def test_the_text_of_a_result(value: Any, text: str) -> None:
         ({(1, 2): 3}, "a key that is tuple"),
         ({1: "a", "1": "b"}, "cannot tell apart"),
         (LOOP, "list that is nested too deeply"),
+        (torch.ones(2).to_sparse(), "torch.Tensor that cannot be read: "),
+        ({"a": 10**5000}, "dict that cannot be read: Exceeds the limit"),
     ],
 )
 def test_what_json_cannot_hold_is_refused_and_never_shown_as_python_does(

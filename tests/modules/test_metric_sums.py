@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -10,9 +10,16 @@ import torch
 
 from lrlhf.functional import POLICY_LOSSES
 from lrlhf.modules.metrics.metric_sums import MetricSums
-from lrlhf.modules.metrics.rollout_metrics import measure_mismatch, measure_update
+from lrlhf.modules.metrics.rollout_metrics import (
+    measure_critic,
+    measure_mismatch,
+    measure_rollout,
+    measure_update,
+)
 from lrlhf.modules.policy.running_moments import RunningMoments
+from lrlhf.rewards import RewardResult
 from lrlhf.run import Collectives
+from lrlhf.types import Experience, Rollout
 from tests.modules.policy_runs import one_process
 from tests.modules.test_policy_objective import random_experience
 
@@ -42,6 +49,55 @@ def test_means_are_weighted_by_their_counts_and_maxima_show_what_is_no_number() 
     assert values["max"] == 5.0
     assert math.isnan(values["broken"])
     assert "nothing" not in values
+
+
+def test_scores_lengths_and_returns_by_hand() -> None:
+    # two prompts of two responses, the last of which nothing could score
+    mask = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 0], [0, 1, 1, 0], [0, 1, 0, 0]], dtype=torch.bool)
+    rollout = Rollout(
+        input_ids=torch.zeros(4, 4, dtype=torch.long),
+        attention_mask=torch.tensor(
+            [[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 0, 0]]
+        ).bool(),
+        response_mask=mask,
+        sampling_logprobs=torch.zeros(4, 4),
+        group_ids=torch.tensor([0, 0, 1, 1]),
+        truncated=torch.zeros(4, dtype=torch.bool),
+    )
+    scores = torch.tensor([1.0, 3.0, 8.0, NAN])
+    result = RewardResult(
+        scores=scores,
+        per_function=scores[:, None],
+        names=("r",),
+        metrics={},
+        extras={},
+        failures=[],
+    )
+    metrics = MetricSums()
+    teaches = torch.tensor([True, False])
+    measure_rollout(rollout, result, metrics, num_generations=2, teaches=teaches)
+    values = reduced(metrics)
+    assert values["rollout/score_std"] == pytest.approx(math.sqrt(2))  # of 1 and 3 alone
+    # of 1, 3 and 8: gaps -3, -1, 4
+    assert values["rollout/score_std_all"] == pytest.approx(math.sqrt((9 + 1 + 16) / 2))
+    assert values["rollout/total_length"] == (4 + 3 + 3 + 2) / 4
+    assert values["rollout/response_length"] == (2 + 1 + 2 + 1) / 4
+
+    experience = Experience(
+        **{one.name: getattr(rollout, one.name) for one in fields(rollout)},
+        advantages=torch.zeros(4, 4),
+        loss_mask=mask,
+        counted=torch.tensor([True, True, False, True]),
+        scores=torch.tensor([1.0, 3.0, 8.0, 0.0]),
+        values=torch.zeros(4, 4),
+        returns=torch.tensor([[9, 9, 1, 2], [9, 9, 6, 9], [9, 4, 4, 9], [9, 7, 9, 9]]).float(),
+    )
+    metrics = MetricSums()
+    measure_critic(experience, metrics)
+    values = reduced(metrics)
+    # tokens of responses that count: 1, 2, 6 and 7
+    assert values["value/return_mean"] == (1 + 2 + 6 + 7) / 4
+    assert values["value/return_std"] == pytest.approx(statistics.stdev([1, 2, 6, 7]))
 
 
 def test_a_number_is_taken_down_as_it_is_now() -> None:

@@ -1,4 +1,6 @@
+import copy
 import json
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -81,6 +83,42 @@ def test_plain_text_is_scored_with_its_end_token(
     result = score(LearnedReward(classifier_folder))
     assert_close(result.scores, torch.tensor(expected), rtol=1e-4, atol=1e-5)
     assert len(set(expected)) == 3
+
+
+@pytest.mark.parametrize("special_tokens", ["with_eos", "tokenizer", "none"])
+def test_special_tokens_of_plain_text_are_an_option(
+    classifier_folder: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase, special_tokens: Any
+) -> None:
+    # a tokenizer that puts a token before each text, as Llama's does
+    before, end = tokenizer.convert_tokens_to_ids("<|im_start|>"), tokenizer.eos_token_id
+    marked = copy.deepcopy(tokenizer)
+    marked.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", before)]
+    )
+    for file in Path(classifier_folder).iterdir():
+        shutil.copy(file, tmp_path)
+    marked.save_pretrained(tmp_path)
+    ids = tokenizer("2 + 2 = 4", add_special_tokens=False)["input_ids"]
+    expected = {
+        "with_eos": [before, *ids, end],
+        "tokenizer": [before, *ids],
+        "none": ids,
+    }[special_tokens]
+    reward = LearnedReward(str(tmp_path), special_tokens=special_tokens)
+    result = score(reward, ["2 + 2 ="], [" 4"])
+    right = reference_score(str(tmp_path), expected)
+    assert float(result.scores[0]) == pytest.approx(right, rel=1e-4)
+    # a chat has those of its template, whatever the option is
+    chat = ({"role": "user", "content": "Hi"},)
+    text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
+    result = score(reward, [chat], ["yes"])
+    right = reference_score(str(tmp_path), tokenizer(text, add_special_tokens=False)["input_ids"])
+    assert float(result.scores[0]) == pytest.approx(right, rel=1e-4)
+
+
+def test_special_tokens_are_one_of_three() -> None:
+    with pytest.raises(ValueError, match="special_tokens is 'eos'; it must be one of with_eos, "):
+        LearnedReward("x", special_tokens="eos")  # type: ignore[arg-type]
 
 
 def test_an_offloaded_model_is_on_its_device_only_while_it_scores(

@@ -87,6 +87,20 @@ def test_scores_come_in_the_order_of_the_responses(server: Server) -> None:
     assert len(server.requests) == 3 * math.ceil(11 / 3)
 
 
+def test_a_response_that_the_service_could_not_score_is_not_left_to_the_other_functions(
+    server: Server,
+) -> None:
+    def penalty(completions: list[str]) -> list[float]:
+        return [-1.0] * len(completions)
+
+    # too long for its model, of all responses to a prompt: as a learned reward in the run itself
+    server.always = says({"scores": [None, 2.0], "version": "v1"})
+    rewards = Rewards([remote(server), penalty], max_unscorable_fraction=0.5)
+    result = rewards.score(["p", "q"], ["a", "b"], [[0]] * 2, [{}] * 2)
+    assert result.scores[0].isnan()
+    assert result.scores[1] == 2.0 - 1.0
+
+
 def test_no_more_requests_are_under_way_than_allowed(server: Server) -> None:
     server.always = slowly(0.05)
     assert ask(remote(server, batch_size=1, max_concurrency=3)).scores.tolist() == EXPECTED

@@ -17,6 +17,8 @@ from torch.testing import assert_close
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
 from lrlhf.rewards import (
+    CompletionText,
+    CompletionTurns,
     IsolatedReward,
     LearnedReward,
     LengthPenalty,
@@ -25,6 +27,8 @@ from lrlhf.rewards import (
     RewardFunction,
     RewardResult,
     Rewards,
+    TextSegment,
+    completion_text,
     out_of_time,
 )
 from lrlhf.rewards import rewards as rewards_module
@@ -145,6 +149,33 @@ def groups(rewards: Rewards, **options: Any) -> RewardResult:
     prompts = ["sum", "sum", "code", "code", "both", "both"]
     texts = ["a", "bb", "c", "dd", "e", "ff"]
     return rewards.score(prompts, texts, [[1]] * 6, [{}] * 6, **options)
+
+
+def test_what_a_function_changes_is_its_own() -> None:
+    def changes(
+        prompts: list[Any], completions: list[Any], completion_ids: list[Any], answer: list[Any]
+    ) -> list[float]:
+        whole = prompts[0] + completions[0]
+        prompts[0].append(whole[-1])
+        completions[0][0]["content"] = "other"
+        completions[0].append(whole[0])
+        completion_ids[0].append(2)
+        completions.clear()
+        answer[0] = "other"
+        return [1.0]
+
+    def reads(
+        prompts: list[Any], completions: list[Any], completion_ids: list[Any], answer: list[Any]
+    ) -> list[float]:
+        assert (prompts, completions) == ([[*prompt]], [[{"role": "assistant", "content": "4"}]])
+        assert (completion_text(completions[0]), completion_ids, answer) == ("4", [[1]], ["four"])
+        return [2.0]
+
+    prompt = ({"role": "user", "content": "2 + 2?"},)
+    turns = CompletionTurns(CompletionText([TextSegment("4", sampled=True)]))
+    for functions in ([changes, reads], [reads, changes]):
+        result = Rewards(functions).score([prompt], [turns], [[1]], [{"answer": "four"}])
+        assert result.scores.tolist() == [3.0], result.failures
 
 
 def test_a_function_that_declines_a_whole_group_leaves_it_to_the_others() -> None:

@@ -46,7 +46,8 @@ MALFORMED_ANSWERS = [
 def scored(function: Any, texts: list[str], **columns: list[Any]) -> RewardResult:
     rows = [{name: values[row] for name, values in columns.items()} for row in range(len(texts))]
     rewards = Rewards([function], max_unscorable_fraction=1.0)
-    return rewards.score(["?"] * len(texts), texts, [[0]] * len(texts), rows)
+    prompts = [f"{row}?" for row in range(len(texts))]
+    return rewards.score(prompts, texts, [[0]] * len(texts), rows)
 
 
 def observe(

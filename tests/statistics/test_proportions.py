@@ -69,6 +69,30 @@ def test_pairs_of_ranked_lists_are_as_many_observations_as_they_say(prompts: int
     assert all(low >= 0 and high <= 1 and low < high for low, high in found)
 
 
+def test_a_cluster_that_is_larger_than_the_others_says_no_more_by_hand() -> None:
+    # p = 3/6; gaps 1, -1/2, -1/2 of 4, 1 and 1; SE² = 2/3 ((1/2)² + 2 (1/10)²) = 0.18
+    outcomes = [True, True, True, False, False, False]
+
+    found = share_interval(outcomes, [0, 0, 0, 0, 1, 2])
+
+    # 1 + 0.25 / 0.18, less for an estimated spread: 36 / 18 - 1 degrees of freedom, t(1) = 12.7062
+    effective = (1 + 0.25 / 0.18) * (1.95996 / 12.7062) ** 2
+    assert found == pytest.approx(wilson_interval(effective / 2, effective), abs=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [[40] + [1] * 39, [1, 1, 1, 2, 2, 3, 5, 8, 13, 21]])
+def test_clusters_of_unequal_size_hold_the_true_share(sizes: list[int]) -> None:
+    rng = np.random.default_rng(4)
+    clusters = np.repeat(np.arange(len(sizes)), sizes)
+    held = 0
+    for _ in range(1000):
+        shares = rng.beta(1, 1, size=len(sizes))
+        outcomes = (rng.random(len(clusters)) < shares[clusters]).tolist()
+        low, high = share_interval(outcomes, clusters.tolist())
+        held += low <= 0.5 <= high
+    assert held >= 940
+
+
 def test_outcomes_and_clusters_come_together() -> None:
     with pytest.raises(ValueError, match="shorter"):
         share_interval([True, False], [0])

@@ -67,6 +67,7 @@ class RemoteReward(CopiesStartAfresh):
     """
 
     ends_by_itself: ClassVar[bool] = True
+    none_is_missing: ClassVar[bool] = True
     _not_copied = ("_client", "_ready")
 
     @classmethod

@@ -141,6 +141,27 @@ def test_of_reward_models_accuracy_and_margin() -> None:
     assert margin.means == pytest.approx(((2 - 1 + 0) / 3, (1 + 3 + 1) / 3))
 
 
+def test_pairs_of_one_prompt_are_one_observation_of_the_interval() -> None:
+    gaps = [(1.0, 1.0), (1.0, -1.0), (-1.0, 1.0), (1.0, 1.0), (-1.0, 1.0), (-1.0, 1.0)]
+
+    def lines(side: int, times: int) -> list[dict[str, Any]]:
+        return [
+            {**pair(times * prompt + again, 1.0, gap[side]), "prompt_id": prompt}
+            for prompt, gap in enumerate(gaps)
+            for again in range(times)
+        ]
+
+    once, often = (compared(lines(0, times), lines(1, times)).main for times in (1, 5))
+    # each prompt's pairs say the same: 30 pairs, and six prompts that say how far they vary
+    assert once.means == often.means == pytest.approx((3 / 6, 5 / 6))
+    for name in ("value", "low", "high", "p_value"):
+        wanted = getattr(once.difference, name)
+        assert getattr(often.difference, name) == pytest.approx(wanted, abs=1e-9), name
+    # of prompts of one pair and of five, each pair counts as much as any other
+    mixed = [lines(side, 5)[:5] + lines(side, 5)[5::5] for side in (0, 1)]
+    assert compared(*mixed).main.means == pytest.approx(((5 + 2) / 10, (5 + 4) / 10))
+
+
 def test_of_given_texts_the_log_probability_of_a_token() -> None:
     def told(logprobs: list[float], completions: str = "abcdefgh") -> list[dict[str, Any]]:
         tokens = [2, 4, 1, 2, 4, 8, 2, 0]
