@@ -22,6 +22,7 @@ from lrlhf.datamodules import (
     PromptDataModule,
     SupervisedDataModule,
 )
+from lrlhf.datamodules.loading import plain_rows
 from tests.datamodules.conftest import TOKENIZER
 
 Rows = list[dict[str, Any]]
@@ -434,6 +435,57 @@ def test_the_text_of_a_list_is_never_learnt(column: str, text: str) -> None:
     with pytest.raises(
         BadDataError, match=f"column {column!r} holds the text of a list[\\s\\S]*json.dumps"
     ):
+        data.setup("fit")
+
+
+def test_a_long_value_in_pythons_way_is_refused_unparsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "['a', 'b']"
+    monkeypatch.setattr(plain_rows, "_LONGEST_PYTHON", len(text))
+    assert plain_rows.read_structure(text) == ["a", "b"]
+    with pytest.raises(ValueError, match="no JSON"):
+        plain_rows.read_structure(text.replace("a", "aa"))
+
+
+def called(calls: Any, **more: Any) -> dict[str, Any]:
+    return {"messages": [user("q"), {"role": "assistant", "tool_calls": calls, **more}]}
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (called([{"function": {"name": "now", "arguments": None}}]), "[now {}]</>\n"),
+        (called([{"id": "1", "function": {"name": "now"}}]), "[now {}]</>\n"),
+        (
+            called(None, content="a", function_call={"name": None, "arguments": None}),
+            "a</>\n",
+        ),
+    ],
+)
+def test_what_a_table_leaves_out_of_a_call_is_nothing(row: dict[str, Any], said: str) -> None:
+    data = SupervisedDataModule([row], tokenizer=TOKENIZER, chat_template=TEXTS_ONLY, batch_size=1)
+    data.setup("fit")
+    (batch,) = data.train_dataloader()
+    assert read(batch.input_ids[0][batch.response_mask[0]]) == said
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (called([{"function": {"arguments": {"a": 1}}}]), "each with a name, not"),
+        (called([{"function": {"name": " ", "arguments": {}}}]), "each with a name, not"),
+        (called([{"type": None, "function": {"name": None}}], content="a"), "each with a name"),
+        (
+            called([{"function": {"name": "f", "arguments": [1]}}]),
+            "arguments of f' should be a JSON object",
+        ),
+        (called([{"name": "f", "arguments": "[1]"}]), "arguments of f' should be a JSON object"),
+        ({"messages": {"role": ["user", "assistant"], "content": ["q"]}}, "of the same length"),
+        ({"messages": [user("q"), says("a")], "tools": [{"function": {"name": None}}]}, "'tools'"),
+    ],
+)
+def test_what_lacks_a_name_an_object_or_a_turn_is_refused(row: dict[str, Any], said: str) -> None:
+    data = SupervisedDataModule([row], tokenizer=TOKENIZER, chat_template=TEXTS_ONLY, batch_size=1)
+    with pytest.raises(BadDataError, match=said):
         data.setup("fit")
 
 

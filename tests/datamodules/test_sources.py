@@ -88,6 +88,15 @@ def test_what_is_missing_is_named(tmp_path: Path, named: str, message: str) -> N
         resolve_source(str(tmp_path / named))
 
 
+def test_what_datasets_saved_is_not_read_as_rows(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_list([{"a": 1}])
+    rows.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(train=rows).save_to_disk(tmp_path / "several")
+    for name in ("one", "several"):
+        with pytest.raises(BadDataError, match=rf"{name}' is what save_to_disk .*to_parquet"):
+            resolve_source(str(tmp_path / name))
+
+
 def test_a_hub_id_that_cannot_be_reached_says_so_and_what_to_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -128,6 +137,8 @@ def test_a_hub_id_carries_config_and_split(
         ("x.jsonl.gz", b"not gzip", "cannot be read as .jsonl"),
         ("x.jsonl.gz", CUT_GZIP, "cannot be read as .jsonl"),
         ("x.csv", b'a,b\n"1,2\n', "cannot be read as .csv"),
+        ("x.csv", b"a;b\n1;2\n", "separated by ';': write it with commas"),
+        ("x.csv", b"a\tb\n1\t2,5\n", "separated by .*: write it with commas"),
         ("x.txt", b"hello", "not from .txt"),
     ],
 )
@@ -193,8 +204,14 @@ def test_what_never_ends_is_refused_before_it_fills_the_memory(
         (tmp_path / name).write_bytes(endless)
         with pytest.raises(BadDataError, match=f"{name}: .* more than 65,536 characters"):
             list(FileSource(str(tmp_path / name)))
-    monkeypatch.setattr(files, "_UNPACKED", 2**16)
+    # all in one row, which Parquet stores as a number and how often it comes
+    pyarrow.parquet.write_table(
+        pyarrow.table({"a": [np.zeros(2**16 + 1, dtype=np.int8)]}), tmp_path / "x.parquet"
+    )
     monkeypatch.setattr(files, "_RATIO", 10)
+    with pytest.raises(BadDataError, match=r"x.parquet: .* far more than its own size"):
+        list(FileSource(str(tmp_path / "x.parquet")))
+    monkeypatch.setattr(files, "_UNPACKED", 2**16)
     monkeypatch.setattr(files, "_ROWS", 1000)
     (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(b"\n" * 2000 + b"{}"))
     with pytest.raises(BadDataError, match="more than 1,000 empty lines"):

@@ -112,17 +112,22 @@ def test_ends_go_by_other_names_too(tmp_path: Path, tokenizer: PreTrainedTokeniz
         ({"target_modules": ["q_proj", "v_prj"]}, "'v_prj' is the name of no module.*v_proj"),
         ({"target_modules": ["q_proj", "layers.7.self_attn.v_proj"]}, "'layers.7.self_attn.v_proj"),
         ({"target_modules": ["_proj"]}, "_proj"),
+        ({"target_modules": r".*\.(q_proj"}, "lora does not fit .* unterminated"),
         ({"modules_to_save": ["nrom"]}, "lora.modules_to_save: 'nrom'.*norm"),
         ({"modules_to_save": ["norm", "score"]}, "lora.modules_to_save: 'score'"),
     ],
 )
 def test_names_of_no_module_are_refused_before_weights_and_after(
-    options: dict[str, Any], said: str, model_folder: str
+    options: dict[str, Any], said: str, model_folder: str, tmp_path: Path
 ) -> None:
-    spec = CausalLM(source=model_folder, lora=LoRA(r=2, **options))
-    for build in (lambda: skeleton(spec), spec.load):
-        with pytest.raises(ValueError, match=said):
-            build()
+    lora = LoRA(r=2, **options)
+    CausalLM(source=model_folder).load().config.save_pretrained(tmp_path)  # without weights
+    for source in (model_folder, str(tmp_path)):
+        spec = CausalLM(source=source, lora=lora)
+        body = ScoreModel(source=source, lora=lora)
+        for build in (lambda spec=spec: skeleton(spec), spec.load, body.load):
+            with pytest.raises(ValueError, match=said):
+                build()
 
 
 def test_a_pattern_may_be_of_several_models_and_what_it_lacks_is_named(

@@ -38,6 +38,8 @@ _BATCH: Final = 64
 """Rows of Parquet that are unpacked at once: a long text in all of them is stored once."""
 _CHUNK: Final = 2**16
 _BETWEEN: Final = re.compile(r"\s*,?\s*")
+_OTHER_SEPARATOR: Final = re.compile(r"[;\t|]")
+"""Separates cells in what spreadsheets write in some countries."""
 
 
 def is_data_file(path: Path) -> bool:
@@ -288,9 +290,14 @@ def _parquet(stream: io.BufferedReader) -> RowsOrBad:
     unpacked = isinstance(stream.raw, _Unpacked)
     # a compressed stream cannot be read from its end, where parquet keeps its index
     file: BinaryIO = io.BytesIO(stream.read()) if unpacked else stream
-    left = max(_UNPACKED, _RATIO * file.seek(0, io.SEEK_END))
+    size = file.seek(0, io.SEEK_END)
+    left = max(_UNPACKED, _RATIO * size)
     try:
         table = parquet.ParquetFile(file)
+        for group in map(table.metadata.row_group, range(table.num_row_groups)):
+            for column in map(group.column, range(group.num_columns)):
+                # one row may have them all, and is unpacked at once
+                _less(max(_LONGEST, _RATIO * size), column.num_values)
         if (twice := first_twice(table.schema_arrow.names)) is not None:
             raise ValueError(_twice(twice))
         for batch in table.iter_batches(_BATCH):
@@ -312,6 +319,8 @@ def _rows_of_cells(lines: Iterator[list[str]]) -> RowsOrBad:
         raise ValueError(f"{undecoded.detail}; {undecoded.remedy}")
     if (twice := first_twice(header)) is not None:
         raise ValueError(_twice(twice))
+    if len(header) == 1 and (other := _OTHER_SEPARATOR.search(header[0])):
+        raise ValueError(f"its cells are separated by {other[0]!r}: write it with commas")
     for cells in filter(None, lines):
         if len(cells) != len(header):
             yield BadRow("wrong type", "the line has not as many cells as the header has columns")

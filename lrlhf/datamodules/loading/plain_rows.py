@@ -20,6 +20,8 @@ _LISTED = re.compile(r"\s*(?:array\(\s*)?\[\s*\{\s*['\"]\w+['\"]\s*:")
 """Begins what JSON, Python or NumPy writes for a list of mappings."""
 _SPEAKER = re.compile(r"['\"](?:role|from)['\"]\s*:")
 _PLAIN = {type(None), bool, bytes, int, str}
+_LONGEST_PYTHON = 2**20
+"""Characters of a value in Python's way: its syntax tree takes hundreds of times their space."""
 _MISSING = {"NAType", "NaTType"}
 """Types of missing values, by name, as pandas need not be installed."""
 
@@ -131,7 +133,7 @@ def read_structure(text: str) -> Any:
     except (ValueError, RecursionError) as error:
         problem = error
     try:
-        value = ast.literal_eval(text.strip())
+        value = ast.literal_eval(text.strip()) if len(text) <= _LONGEST_PYTHON else None
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         value = None
     if value is not None and repr(value) == text.strip():

@@ -32,6 +32,7 @@ Row = Mapping[str, Any]
 _HUB_ID = re.compile(
     r"(?P<id>[\w.-]+(?:/[\w.-]+)?)(?::(?P<config>[\w.-]+))?(?:@(?P<split>[\w.+\[\]:%-]+))?"
 )
+_SAVED_TO_DISK = ("dataset_info.json", "dataset_dict.json")
 
 
 class Source(ABC):
@@ -317,6 +318,11 @@ def resolve_source(source: str | Source) -> tuple[Source, ...]:
     if path.is_file():
         return (FileSource(str(path)),)
     if path.is_dir():
+        if any((path / name).is_file() for name in _SAVED_TO_DISK):
+            raise BadDataError(
+                f"the folder {source!r} is what save_to_disk of datasets wrote: give its rows from "
+                "Python (datasets.load_from_disk), or write them with to_parquet"
+            )
         return _files(source, sorted(path.iterdir()), f"the folder {source!r}")
     if any(character in source for character in "*?[") and "@" not in source:
         anchor = Path(path.anchor) if path.is_absolute() else Path()

@@ -75,9 +75,9 @@ def read_messages(value: object, column: str) -> tuple[Message, ...]:
     value = read_turns(value, column)
     if isinstance(value, Mapping) and value and all(isinstance(v, list) for v in value.values()):
         # a list of structs as some versions of `datasets` keep it: a list for each key
-        value = [
-            dict(zip(value, turn, strict=False)) for turn in zip(*value.values(), strict=False)
-        ]
+        if len({len(entries) for entries in value.values()}) > 1:
+            raise wrong_type(column, "lists of the same length, an entry for each turn", value)
+        value = [dict(zip(value, turn, strict=True)) for turn in zip(*value.values(), strict=True)]
     if not isinstance(value, list | tuple):
         raise wrong_type(column, "a list of messages", value)
     if not value:
@@ -116,9 +116,8 @@ def _with_calls(message: dict[str, Any], role: str, column: str) -> dict[str, An
     """Read the calls of a turn: its own, OpenAI's older form, or a turn that is nothing else."""
     if role in _CALL_ROLES and "tool_calls" not in message:
         message |= {"role": "assistant", "tool_calls": _calls_of(message.pop("content", None))}
-    if "function_call" in message:
-        call = {"type": "function", "function": message.pop("function_call")}
-        message.setdefault("tool_calls", [call])
+    if call := message.pop("function_call", None):  # empty where a table has one for every turn
+        message.setdefault("tool_calls", [{"type": "function", "function": call}])
     if calls := _calls(message.pop("tool_calls", []), column):
         message["tool_calls"] = calls
     return message
@@ -174,7 +173,7 @@ def with_system(
 def _tool(given: object) -> dict[str, Any]:
     """Read a description of a tool, or that with JSON text for a schema in it."""
     tool = structure_of({"tools": given}, "tools", dict)
-    if tool is None:
+    if not tool:
         raise wrong_type("tools", "a list of descriptions of tools", given)
     if isinstance(tool.get("function"), Mapping):
         return {**tool, "function": _tool(tool["function"])}
@@ -202,7 +201,14 @@ def _call(given: object, column: str) -> Mapping[str, Any]:
         raise wrong_type(f"{column}.tool_calls", "a list of calls", given)
     if isinstance(call.get("function"), Mapping):
         return {**call, "function": _call(call["function"], column)}
-    return _with_object(call, "arguments", column)
+    if "arguments" in call or call.keys() <= {"name", "id", "type", "index"}:
+        if not (isinstance(name := call.get("name"), str) and name.strip()):
+            raise wrong_type(f"{column}.tool_calls", "a list of calls, each with a name", given)
+        full = _with_object({"arguments": {}, **call}, "arguments", column)
+        if not isinstance(full["arguments"], Mapping):
+            raise wrong_type(f"{column}: arguments of {name}", "a JSON object", full["arguments"])
+        return full
+    return call
 
 
 def _with_object(owner: Mapping[str, Any], key: str, column: str) -> Mapping[str, Any]:

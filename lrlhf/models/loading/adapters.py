@@ -90,11 +90,9 @@ def add_adapters(
                 if lora.source is not None:
                     with explained(lora.source):
                         _load(adapted, lora.source)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, re.error) as error:
         raise ValueError(f"lora does not fit {type(model).__name__}: {error}") from error
-    if isinstance(lora.target_modules, str):
-        _warn_of_unknown_words(lora.target_modules, learnt)
-    else:
+    if not isinstance(lora.target_modules, str):
         # PEFT takes parameters in place of layers that earlier versions of transformers had
         taken = config.target_modules if config.target_parameters else lora.target_modules
         kept = [name for name in lora.target_modules if name in (taken or ())]
@@ -116,11 +114,15 @@ def _refuse_unknown(
             )
 
 
-def _warn_of_unknown_words(pattern: str, modules: Collection[str]) -> None:
+def warn_of_unknown_words(model: PreTrainedModel, lora: LoRA) -> None:
     """Name what stands in a pattern and in no module's name: it may be an alternative of many."""
+    pattern = lora.target_modules
+    if not isinstance(pattern, str) or pattern == "all-linear":
+        return
+    modules = [name for name, _ in model.named_modules()]
     words = re.findall(r"[A-Za-z_]\w{2,}", re.sub(r"\\.|\[.*?\]|\(\?<?!.*?\)|\(\?\S", " ", pattern))
     unknown = [word for word in words if not any(word in module for module in modules)]
-    if unknown and pattern != "all-linear":
+    if unknown:
         logger.warning(
             "lora.target_modules: no layer has %s in its name, so that part of %r adapts nothing",
             ", ".join(unknown),

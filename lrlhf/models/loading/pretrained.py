@@ -31,7 +31,12 @@ from transformers import (
 from lrlhf.arguments import brief
 from lrlhf.models.backbone import allow_packing, keep_attention
 from lrlhf.models.compiling import compile_layers
-from lrlhf.models.loading.adapters import LoRA, add_adapters, stored_adapters
+from lrlhf.models.loading.adapters import (
+    LoRA,
+    add_adapters,
+    stored_adapters,
+    warn_of_unknown_words,
+)
 from lrlhf.models.loading.dropout import clear_dropout, silence_dropout
 from lrlhf.models.loading.export import check_mergeable
 from lrlhf.models.loading.model_sources import (
@@ -177,6 +182,8 @@ def load_pretrained(
         config = AutoConfig.from_pretrained(location, **spec.of_hub)
         if not spec.dropout:
             clear_dropout(config)
+        if trainable:
+            _try_adapters(auto_class, config, spec)
         load = partial(
             auto_class.from_pretrained,
             location,
@@ -228,6 +235,7 @@ def finish_for_training(
         return finished.eval().requires_grad_(False)
     freeze_modules(body_of(model), spec.freeze)
     if spec.lora is not None:
+        warn_of_unknown_words(model, spec.lora)
         finished = add_adapters(model, spec.lora, task_type, skip=_skipped(model, spec))
         check_mergeable(finished)
     if spec.freeze_vision:  # with the adapters that were trained on it before
@@ -240,6 +248,16 @@ def finish_for_training(
         on_gpu=on_gpu,
     )
     return finished
+
+
+def _try_adapters(auto_class: Any, config: PreTrainedConfig, spec: PretrainedSpec) -> None:
+    """Refuse adapters that do not fit a model before its weights are read."""
+    if spec.lora is None:
+        return
+    with torch.device("meta"):
+        model = auto_class.from_config(config, trust_remote_code=spec.trust_remote_code)
+        task_type = "FEATURE_EXTRACTION"  # of which none of the checks depends
+        check_mergeable(add_adapters(model, spec.lora, task_type, skip=_skipped(model, spec)))
 
 
 def _exotic(spec: PretrainedSpec) -> str | None:
