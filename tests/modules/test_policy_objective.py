@@ -104,7 +104,11 @@ def shifted(values: Any) -> Tensor:
 
 
 def scored(case: dict[str, Any]) -> Tensor:
-    """Scores as the runner of the rewards makes them, None included."""
+    """Scores as the runner of the rewards makes them, None included.
+
+    TRL lets a function decline single responses of a group, which here leaves the group out. Each
+    row is a group of its own, so that the others decide as they do there.
+    """
     table = case["rewards_per_function"]
     rewards = Rewards(
         {
@@ -116,7 +120,11 @@ def scored(case: dict[str, Any]) -> Tensor:
     )
     texts, ids, columns = ([one] * len(table) for one in ("", [0], {}))
     return rewards.score(
-        prompts=texts, completions=texts, completion_ids=ids, columns=columns
+        prompts=texts,
+        completions=texts,
+        completion_ids=ids,
+        columns=columns,
+        group_ids=range(len(table)),
     ).scores
 
 

@@ -52,8 +52,8 @@ class PolicySettings:
     def response_tokens(self, *, training: bool) -> tuple[int, str]:
         """Return how many tokens may follow a prompt, and the option that says so."""
         episodes = self.episodes
-        if episodes is not None and (episodes.history == "template" or episodes.agent is not None):
-            # a row holds more than the policy sees at a time, of which only the first turn is known
+        if episodes is not None:
+            # an episode ends where the context is full; only the first of its turns needs room
             return episodes.max_turn_tokens or 0, "episodes.max_turn_tokens"
         if training:
             return self.sampling.max_new_tokens, "sampling.max_new_tokens"
