@@ -13,11 +13,12 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from jinja2 import Template, TemplateError
+from jinja2 import Template, TemplateError, nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
@@ -165,16 +166,43 @@ class _BoundedTemplate(Template):
             yield block
 
 
+class _Generator(CodeGenerator):
+    """Compiles ``a ~ b`` so that the text is measured."""
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
+        self.write("environment.measured(")
+        super().visit_Concat(node, frame)
+        self.write(")")
+
+
+def _concat(blocks: Iterable[str]) -> str:
+    """Join what a template, a macro or a block writes."""
+    letters, taken = 0, []
+    for block in blocks:
+        letters += len(block)
+        _check_size(letters)
+        taken.append(block)
+    return "".join(taken)
+
+
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """A sandbox in which a template takes no more than so much time and memory."""
 
     template_class = _BoundedTemplate
-    intercepted_binops = frozenset({"*", "**", "%"})
+    code_generator_class = _Generator
+    concat = staticmethod(_concat)
+    intercepted_binops = frozenset({"*", "**", "%", "+"})
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        for name in ("batch", "center", "format", "indent", "wordwrap"):
-            self.filters[name] = _with_small_numbers(self.filters[name])
+        for name in ("batch", "center", "format", "indent", "join", "replace", "wordwrap"):
+            self.filters[name] = _bounded_filter(self.filters[name])
+
+    @staticmethod
+    def measured(text: str) -> str:
+        """Return a text that was made of bounded ones, unless it is too long."""
+        _check_size(len(text))
+        return text
 
     def from_string(self, source: Any, *args: Any, **kwargs: Any) -> Template:
         """Compile a template."""
@@ -185,6 +213,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Compute what may become large at once."""
         if operator == "%" and isinstance(left, str):
             _check_format(left)
+            _check_pieces(left.count("%"), right if isinstance(right, tuple) else (right,))
+        elif operator == "+":
+            if hasattr(left, "__len__") and hasattr(right, "__len__"):
+                _check_size(len(left) + len(right))
         elif operator == "**":
             _check_bits(_bits(left) * _number(right))
         elif operator == "*":
@@ -198,26 +230,66 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def wrap_str_format(self, value: Any) -> Any:
         """Find the ``format`` of a text, which is refused with a large or a computed width."""
         wrapped = super().wrap_str_format(value)
-        if wrapped is not None:
-            _check_format(value.__self__)
-        return wrapped
+        if wrapped is None:
+            return None
+        text = value.__self__
+        _check_format(text)
+
+        def bounded(*args: Any, **kwargs: Any) -> Any:
+            _check_pieces(text.count("{"), [*args, *kwargs.values()])
+            return wrapped(*args, **kwargs)
+
+        return functools.wraps(wrapped)(bounded)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         """Call a method, of a text only with numbers that are widths."""
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str):
-            _check_numbers(args, kwargs)
+            args = _measured_arguments(getattr(__obj, "__name__", ""), owner, args, kwargs)
         return super().call(__context, __obj, *args, **kwargs)
 
 
-def _with_small_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
-    def bounded(value: Any, *args: Any, **kwargs: Any) -> Any:
-        _check_numbers(args, kwargs)
-        if isinstance(value, str) and function.__name__ == "do_format":
-            _check_format(value)
-        return function(value, *args, **kwargs)
+def _bounded_filter(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Bound a filter, which may have the environment or the like before its value."""
+    name = function.__name__.removeprefix("do_").removeprefix("sync_do_")
+    first = int(hasattr(function, "jinja_pass_arg"))
+
+    def bounded(*given: Any, **kwargs: Any) -> Any:
+        passed, value, args = given[:first], given[first], given[first + 1 :]
+        if name == "join":
+            separator = args[0] if args else kwargs.get("d", "")
+            (value,) = _measured_arguments(name, str(separator), (value,), {})
+        elif isinstance(value, str):
+            args = _measured_arguments(name, value, args, kwargs)
+        return function(*passed, value, *args, **kwargs)
 
     return functools.wraps(function)(bounded)  # with jinja2's mark of what it passes first
+
+
+def _measured_arguments(
+    name: str, text: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...]:
+    """Return the arguments of a method or filter of a text, unless what it makes is too long."""
+    _check_numbers(args, kwargs)
+    if name == "format":
+        _check_format(text)
+        _check_pieces(text.count("%") + text.count("{"), [*args, *kwargs.values()])
+    elif name == "replace" and len(args) > 1:
+        _check_size(len(text) + text.count(str(args[0])) * len(str(args[1])))
+    elif name == "join" and args:
+        pieces = list(args[0])
+        _check_size(sum(len(text) + _length(piece) for piece in pieces))
+        return (pieces, *args[1:])
+    return args
+
+
+def _check_pieces(places: int, pieces: Iterable[Any]) -> None:
+    """Refuse a format whose places may be filled with more than a text may have."""
+    _check_size(places * max(map(_length, pieces), default=0))
+
+
+def _length(value: Any) -> int:
+    return len(value) if hasattr(value, "__len__") else 0
 
 
 def _check_numbers(args: Any, kwargs: Any) -> None:

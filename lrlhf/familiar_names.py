@@ -324,7 +324,7 @@ FAMILIAR_NAMES: Mapping[str, str] = {
     "max_eval_samples": "trainer.limit_val_batches",
     "chat_template_path": "data.chat_template",
     "chat_template_kwargs": "data.chat_template_kwargs",
-    "pad_to_multiple_of": "model.update.micro_batch_tokens (rows are packed, or padded to the longest)",
+    "pad_to_multiple_of": "model.update.micro_batch_tokens (rows are packed)",
     "apply_chat_template": "data.as_chat",
     "system_prompt": "data.system_prompt",
     # the run

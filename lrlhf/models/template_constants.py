@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-from jinja2 import Environment, TemplateSyntaxError, meta, nodes
+from jinja2 import TemplateSyntaxError, meta, nodes
+
+from lrlhf.bounded_templates import BoundedEnvironment
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """Begins what the assistant writes, as `transformers` knows it."""
@@ -33,7 +35,8 @@ class TemplateConstants(NamedTuple):
 @lru_cache(maxsize=32)
 def template_constants(template: str) -> TemplateConstants:
     """Find the constants of a template; none where it cannot be parsed, as rendering will tell."""
-    environment = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False)
+    # which computes no constants of any size
+    environment = BoundedEnvironment(extensions=["jinja2.ext.loopcontrols"], autoescape=False)
     try:
         tree = environment.parse(_TAGS.sub("", template))
     except TemplateSyntaxError:

@@ -203,7 +203,8 @@ def test_pairs_of_one_prompt_count_as_a_cluster() -> None:
     )
 
     assert (alone.of, repeated.of) == (60, 300)
-    assert repeated[1:4] == pytest.approx(alone[1:4])
+    # but for the deviation, which is estimated from 60 clusters: Student's t in place of the normal
+    assert repeated[1:4] == pytest.approx(alone[1:4], abs=0.004)
     # 37 of 60 may well be chance; 185 of 300 independent pairs would not
     assert "length bias" not in tags(audited(copies), copies)
 

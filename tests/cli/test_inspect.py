@@ -27,7 +27,6 @@ def data_of(page: str) -> dict[str, Any]:
 def test_a_trained_run_is_inspected_with_its_image_and_its_token_values(
     kl_coef: float, model_folder: str
 ) -> None:
-    Image.new("RGB", (800, 400), (255, 0, 0)).save("red.png")
     Path("train.jsonl").write_text(
         "".join(f"{json.dumps({'prompt': f'{n} + 1 = '})}\n" for n in range(4))
     )
@@ -47,7 +46,8 @@ def test_a_trained_run_is_inspected_with_its_image_and_its_token_values(
     lines = [json.loads(line) for line in Path("here/rollouts.jsonl").read_text().splitlines()]
     assert len(lines) == 2 * 2 * 2  # steps, prompts, responses
     # a policy of text shows none: as one that sees would have written it
-    lines[0]["media"] = [str(Path("red.png").resolve())]
+    Image.new("RGB", (800, 400), (255, 0, 0)).save("here/red.png")
+    lines[0]["media"] = [str(Path("here/red.png").resolve())]
     Path("here/rollouts.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
     assert run(["inspect", "here"]) == 0
