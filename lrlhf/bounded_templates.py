@@ -196,7 +196,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         for name in ("batch", "center", "format", "indent", "join", "replace", "wordwrap"):
-            self.filters[name] = _bounded_filter(self.filters[name])
+            self.filters[name] = _bounded_filter(name, self.filters[name])
 
     @staticmethod
     def measured(text: str) -> str:
@@ -249,9 +249,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *args, **kwargs)
 
 
-def _bounded_filter(function: Callable[..., Any]) -> Callable[..., Any]:
+def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Bound a filter, which may have the environment or the like before its value."""
-    name = function.__name__.removeprefix("do_").removeprefix("sync_do_")
     first = int(hasattr(function, "jinja_pass_arg"))
 
     def bounded(*given: Any, **kwargs: Any) -> Any:

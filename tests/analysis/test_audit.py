@@ -1,6 +1,7 @@
 """Faults are planted in a clean data set: the audit finds these rows, and no others."""
 
 import json
+import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -203,8 +204,13 @@ def test_pairs_of_one_prompt_count_as_a_cluster() -> None:
     )
 
     assert (alone.of, repeated.of) == (60, 300)
-    # but for the deviation, which is estimated from 60 clusters: Student's t in place of the normal
-    assert repeated[1:4] == pytest.approx(alone[1:4], abs=0.004)
+    # Wilson's interval of 60: with the normal quantile where outcomes are alone, and with Student's t
+    # of 59 degrees of freedom where the clusters tell the deviation
+    for measure, quantile in ((alone, 1.959963985), (repeated, 2.000995378)):
+        share, weight = 37 / 60, quantile**2 / 60
+        half = quantile * math.sqrt(share * (1 - share) / 60 + weight / 240)
+        ends = ((share + weight / 2 + sign * half) / (1 + weight) for sign in (-1, 1))
+        assert measure[1:4] == pytest.approx((share, *ends))
     # 37 of 60 may well be chance; 185 of 300 independent pairs would not
     assert "length bias" not in tags(audited(copies), copies)
 
