@@ -67,6 +67,7 @@ class RewardMetrics(Metric):
     Args:
         head_names: Names of the heads, in the order of the scores' columns.
         head_weights: Weight of each head in the loss.
+        intervals: Whether accuracies get their interval, which asks every pair on the CPU.
     """
 
     full_state_update = False
@@ -76,8 +77,11 @@ class RewardMetrics(Metric):
     sources: list[Tensor]
     prompts: list[Tensor]
 
-    def __init__(self, head_names: Sequence[str], head_weights: Sequence[float]) -> None:
+    def __init__(
+        self, head_names: Sequence[str], head_weights: Sequence[float], *, intervals: bool = True
+    ) -> None:
         super().__init__()
+        self._intervals = intervals
         self.head_names = tuple(head_names)
         self.head_weights = tuple(head_weights)
         self.add_state("pairs", default=[], dist_reduce_fx="cat")
@@ -201,15 +205,18 @@ class RewardMetrics(Metric):
         ]
         metrics = {"loss": float(torch.stack(weighted).sum(dim=0).mean())}
         if len(heads) == 1:
-            return RewardSummary(head_metrics(*heads.values()) | metrics, heads)
+            (head,) = heads.values()
+            return RewardSummary(head_metrics(head, intervals=self._intervals) | metrics, heads)
         everything = [decided_pairs(head) for head in heads.values()]
-        metrics |= accuracy_metrics(*map(torch.cat, zip(*everything, strict=True)))
+        gaps, ids = map(torch.cat, zip(*everything, strict=True))
+        metrics |= accuracy_metrics(gaps, ids, intervals=self._intervals)
         for name, head in heads.items():
-            metrics |= {f"{key}/{name}": value for key, value in head_metrics(head).items()}
+            own = head_metrics(head, intervals=self._intervals)
+            metrics |= {f"{key}/{name}": value for key, value in own.items()}
         return RewardSummary(metrics, heads)
 
 
-def head_metrics(head: HeadPairs) -> dict[str, float]:
+def head_metrics(head: HeadPairs, *, intervals: bool = True) -> dict[str, float]:
     """Return the metrics of one head; those that its pairs leave undefined are left out."""
     labelled = ~head.labels.isnan()
     decided = labelled & (head.labels != 0)
@@ -229,7 +236,8 @@ def head_metrics(head: HeadPairs) -> dict[str, float]:
     correlation = pearson(scores.flatten(), head.lengths.flatten())
     if correlation is not None:
         metrics["length_correlation"] = correlation
-    return {k: float(v) for k, v in metrics.items()} | accuracy_metrics(*decided_pairs(head))
+    accuracy = accuracy_metrics(*decided_pairs(head), intervals=intervals)
+    return {k: float(v) for k, v in metrics.items()} | accuracy
 
 
 def _preference_metrics(head: HeadPairs, decided: Tensor) -> dict[str, Tensor]:
@@ -247,7 +255,10 @@ def _preference_metrics(head: HeadPairs, decided: Tensor) -> dict[str, Tensor]:
 
 
 def accuracy_metrics(
-    gaps: Float[Tensor, " N"], prompts: Tensor | Sequence[Hashable] | None = None
+    gaps: Float[Tensor, " N"],
+    prompts: Tensor | Sequence[Hashable] | None = None,
+    *,
+    intervals: bool = True,
 ) -> dict[str, float]:
     """Return the share of pairs in the right order, with its 95 % confidence interval.
 
@@ -255,14 +266,17 @@ def accuracy_metrics(
         gaps: Chosen less rejected score of each pair.
         prompts: What each is about: pairs of one prompt depend on each other, see `share_interval`.
             None: each is about its own.
+        intervals: False: the share alone.
     """
     if len(gaps) == 0:
         return {}
+    accuracy = float(win_rate(gaps))
+    if not intervals:
+        return {"accuracy": accuracy}
     clusters = range(len(gaps)) if prompts is None else prompts
     if isinstance(clusters, Tensor):
         clusters = clusters.tolist()
     low, high = share_interval(_wins(gaps).tolist(), clusters)
-    accuracy = float(win_rate(gaps))
     return {"accuracy": accuracy, "accuracy_low": low, "accuracy_high": high, "pairs": len(gaps)}
 
 

@@ -21,7 +21,6 @@ from lrlhf.modules.checks import refuse_other_batch, uses_loss_scaler
 from lrlhf.modules.metrics.measurement import Measurement
 from lrlhf.modules.metrics.metric_sums import MetricSums
 from lrlhf.modules.metrics.reward_metrics import (
-    INTERVAL,
     METRICS,
     OF_SOURCES,
     RewardMetrics,
@@ -104,7 +103,7 @@ class PairModule(TrainingModule):
         self.register_buffer("head_weights", torch.tensor(weights), persistent=False)
         self.tie_thresholds: Tensor
         self.register_buffer("tie_thresholds", torch.full((len(weights),), torch.nan))
-        self.train_metrics = RewardMetrics(self.head_names, weights)
+        self.train_metrics = RewardMetrics(self.head_names, weights, intervals=False)
         self.eval_metrics = RewardMetrics(self.head_names, weights)
         self.measurements: list[Measurement] = []
         """What the last evaluation has found."""
@@ -327,7 +326,6 @@ class PairModule(TrainingModule):
             self.train_name(f"{at}{k}"): value
             for at, own in parts.items()
             for k, value in own.items()
-            if k.split("/")[0] not in INTERVAL
         }
 
     def _by_source(self, summary: RewardSummary, index: int | None) -> dict[str, dict[str, float]]:
