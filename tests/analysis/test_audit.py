@@ -204,8 +204,8 @@ def test_pairs_of_one_prompt_count_as_a_cluster() -> None:
     )
 
     assert (alone.of, repeated.of) == (60, 300)
-    # Wilson's interval of 60: with the normal quantile where outcomes are alone, and with Student's t
-    # of 59 degrees of freedom where the clusters tell the deviation
+    # Wilson's interval of 60: with the normal quantile where outcomes are alone, and with that of
+    # Student's t of 59 degrees of freedom where the clusters tell the deviation
     for measure, quantile in ((alone, 1.959963985), (repeated, 2.000995378)):
         share, weight = 37 / 60, quantile**2 / 60
         half = quantile * math.sqrt(share * (1 - share) / 60 + weight / 240)
