@@ -14,9 +14,9 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
+import psutil
 from jinja2 import Template, TemplateError, nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.runtime import Context
@@ -83,7 +83,7 @@ class _Budget:
             return f"takes longer than {MAX_SECONDS:g} s"
         if seconds < _LONG_SECONDS:
             return ""
-        size = _size_of_process()
+        size = psutil.Process().memory_info().rss
         self.bytes = self.bytes or size
         return "takes gigabytes of memory" if size > self.bytes + _MAX_BYTES else ""
 
@@ -140,14 +140,6 @@ def _raise_in(thread: int, error: type[Exception] | None) -> None:
     """Raise an error in a thread, or None: take back what it has not noticed yet."""
     value = None if error is None else ctypes.py_object(error)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), value)
-
-
-def _size_of_process() -> int:
-    try:
-        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-    except OSError:  # a system that does not tell
-        return 0
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 class _BoundedTemplate(Template):
@@ -215,8 +207,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             _check_format(left)
             _check_pieces(left.count("%"), right if isinstance(right, tuple) else (right,))
         elif operator == "+":
-            if hasattr(left, "__len__") and hasattr(right, "__len__"):
-                _check_size(len(left) + len(right))
+            _check_size(_length(left) + _length(right))
         elif operator == "**":
             _check_bits(_bits(left) * _number(right))
         elif operator == "*":

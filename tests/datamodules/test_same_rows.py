@@ -255,6 +255,13 @@ def source_of(name: str, rows: Rows, path: Path, monkeypatch: pytest.MonkeyPatch
     return "somebody/rows"
 
 
+def batches(kind: Any, given: Any, template: str, size: int) -> Any:
+    """The batches of a data module, in the order of the rows."""
+    data = kind(given, tokenizer=TOKENIZER, chat_template=template, batch_size=size, shuffle=False)
+    data.setup("fit")
+    return data.train_dataloader()
+
+
 @pytest.mark.parametrize("template", [TEXTS_ONLY, PARTS_TOO], ids=["text", "parts"])
 @pytest.mark.parametrize("corpus", CORPORA)
 @pytest.mark.parametrize("source", [*SOURCES, "hub"])
@@ -262,20 +269,13 @@ def test_dialogues_are_learnt_alike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, corpus: str, template: str
 ) -> None:
     rows = [row for row, _, _ in CORPORA[corpus]]
-    data = SupervisedDataModule(
-        source_of(source, rows, tmp_path, monkeypatch),
-        tokenizer=TOKENIZER,
-        chat_template=template,
-        batch_size=1,
-        shuffle=False,
-    )
-    data.setup("fit")
+    given = source_of(source, rows, tmp_path, monkeypatch)
     learnt = [
         (
             read(batch.input_ids[0]),
             read(batch.input_ids[0][batch.response_mask[0]]),
         )
-        for batch in data.train_dataloader()
+        for batch in batches(SupervisedDataModule, given, template, 1)
     ]
     assert learnt == [(whole, said) for _, whole, said in CORPORA[corpus]]
 
@@ -290,7 +290,8 @@ PROMPTS: Rows = [
         "tags": ["a", "ü"],
         "task": {"name": "sum", "terms": [2, None], "note": None},
     },
-    {"prompt": [user([{"type": "text", "text": "say ß"}])], "answer": None, "tags": []},
+    # Arrow holds text or parts in a column, not both
+    {"prompt": [user("say ß")], "answer": None, "tags": []},
     {"prompt": [user("?")], "answer": "007", "task": {"name": "odd"}, "hint": "h"},
 ]
 ABSENT = dict.fromkeys(["answer", "level", "share", "tags", "task", "hint"])
@@ -305,22 +306,14 @@ READ = [
     "<user>say ß</>\n<assistant>",
     "<user>?</>\n<assistant>",
 ]
-PROMPTS[1]["prompt"] = [user("say ß")]  # Arrow holds text or parts in a column, not both
 
 
 @pytest.mark.parametrize("source", [*SOURCES, "hub"])
 def test_prompts_and_what_rewards_get_are_alike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
-    data = PromptDataModule(
-        source_of(source, PROMPTS, tmp_path, monkeypatch),
-        tokenizer=TOKENIZER,
-        chat_template=TEXTS_ONLY,
-        batch_size=3,
-        shuffle=False,
-    )
-    data.setup("fit")
-    (batch,) = data.train_dataloader()
+    given = source_of(source, PROMPTS, tmp_path, monkeypatch)
+    (batch,) = batches(PromptDataModule, given, TEXTS_ONLY, 3)
     texts = [
         read(ids[mask])
         for ids, mask in zip(batch.input_ids, batch.attention_mask.bool(), strict=True)
@@ -360,11 +353,10 @@ CHATS: Rows = [
     {
         "prompt": [user("q")],
         "chosen": [says("one")],
-        "rejected": [says([{"type": "text", "text": "two"}])],
+        "rejected": [says("two")],
     },
     {"prompt": [user("r")], "chosen": [call("f", {"a": 1})], "rejected": [call("g", {"b": 2})]},
 ]
-CHATS[0]["rejected"] = [says("two")]
 PAIR_TEXTS = {
     "text": (PAIRS, [("p good ü</>", "p bad</>"), ("p2 a\nb</>", "p2 c</>")]),
     "chat": (
@@ -386,15 +378,8 @@ def test_pairs_are_alike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, kind: str
 ) -> None:
     rows, expected = PAIR_TEXTS[kind]
-    data = PreferenceDataModule(
-        source_of(source, rows, tmp_path, monkeypatch),
-        tokenizer=TOKENIZER,
-        chat_template=TEXTS_ONLY,
-        batch_size=2,
-        shuffle=False,
-    )
-    data.setup("fit")
-    (batch,) = data.train_dataloader()
+    given = source_of(source, rows, tmp_path, monkeypatch)
+    (batch,) = batches(PreferenceDataModule, given, TEXTS_ONLY, 2)
     texts = [
         tuple(
             read(side.input_ids[row][side.attention_mask[row].bool()])

@@ -241,7 +241,7 @@ def head_metrics(head: HeadPairs, *, intervals: bool = True) -> dict[str, float]
 
 
 def _preference_metrics(head: HeadPairs, decided: Tensor) -> dict[str, Tensor]:
-    gaps = signed_gaps(head)
+    gaps = decided_pairs(head)[0]
     middle = (head.scores0 + head.scores1)[decided] / 2
     longer = (head.lengths[:, 0] - head.lengths[:, 1])[decided] * head.labels[decided]
     return {
@@ -300,11 +300,6 @@ def measurements_of(values: Mapping[str, float], prefix: str) -> list[Measuremen
     return found
 
 
-def signed_gaps(head: HeadPairs) -> Float[Tensor, " M"]:
-    """Return chosen minus rejected score of every pair that has a preference."""
-    return decided_pairs(head)[0]
-
-
 def decided_pairs(head: HeadPairs) -> tuple[Float[Tensor, " M"], Int[Tensor, " M"]]:
     """Return chosen minus rejected score of every pair that has a preference, and its prompt."""
     decided = ~head.labels.isnan() & (head.labels != 0)
@@ -353,7 +348,7 @@ def fit_tie_threshold(head: HeadPairs) -> float | None:
     ties = (head.labels == 0).nonzero().flatten()
     if len(ties) == 0:
         return None
-    won = signed_gaps(head)
+    won = decided_pairs(head)[0]
     tied = (head.scores0 - head.scores1)[ties].abs().sort().values
     right = won[won > 0].sort().values
     gaps: Tensor = torch.unique(torch.cat([tied, won.abs()]))
