@@ -60,7 +60,7 @@ def write(file: Path, pairs: int) -> int:
 def measure(file: Path, source: str) -> None:
     """Audit the pairs in this process, and print what that took."""
     started = time.monotonic()
-    from lrlhf.analysis.audit import audit  # noqa: PLC0415  the imports count
+    from lrlhf.apps.lab.audit import audit  # noqa: PLC0415  the imports count
     from lrlhf.datamodules import PreferenceDataModule  # noqa: PLC0415
     from lrlhf.models import CausalLM  # noqa: PLC0415
 

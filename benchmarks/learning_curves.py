@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lrlhf.analysis.compare.evaluations import read_evaluation
+from lrlhf.apps.lab.compare.evaluations import read_evaluation
 from lrlhf.statistics import mean_interval
 
 CONFIGS = Path(__file__).resolve().parents[1] / "examples" / "whole_road"

@@ -12,36 +12,16 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
 
+from lrlhf.cli.command_table import COMMANDS, Takes
 from lrlhf.threads import spin_briefly
 
 _REFUSED = 2
-COMMANDS = {
-    "fit": "train a reward model or a policy",
-    "launch": "run fit on a Ray cluster, with rollout replicas and reward workers",
-    "check": "look for mistakes in a config and its data, without loading weights",
-    "audit": "look for faults in all rows of the data",
-    "plan": "print batch sizes, steps and memory of fit, without training",
-    "validate": "run the validation set once",
-    "test": "run the test set once",
-    "predict": "run the prediction set once",
-    "generate": "answer a file of prompts with a checkpoint or model",
-    "chat": "talk with a checkpoint or model in the terminal",
-    "compare": "tell whether a run is better than another, by how much, or not",
-    "inspect": "write a page with the curves and the responses of runs",
-    "reward": "what the rewards of a config say of given responses, or said in a run",
-    "export": "write a checkpoint's model as a folder that transformers loads",
-    "replay": "repeat a step that was left out, and show where it goes wrong",
-    "convert": "turn a checkpoint's folder into one file, or the other way round",
-    "serve-reward": "serve a trained reward model over HTTP",
-    "serve-policy": "serve a checkpoint or model to agents over HTTP",
-}
-
-_OWN_HELP = {
-    "chat": "lrlhf.cli.chat_command",
-    "compare": "lrlhf.cli.compare_command",
+_HELP = {
+    "chat": "lrlhf.apps.serve.chat_command",
+    "compare": "lrlhf.apps.lab.compare_command",
     "generate": "lrlhf.cli.generate_command",
-    "inspect": "lrlhf.cli.inspect_command",
-    "serve-policy": "lrlhf.cli.serve_policy_command",
+    "inspect": "lrlhf.apps.lab.inspect_command",
+    "serve-policy": "lrlhf.apps.serve.serve_policy_command",
 }
 """Commands whose options are known without importing torch."""
 
@@ -87,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["help"] and not of_class:
         arguments = [*arguments[1:2], "--help"]
     if not arguments or arguments[0] in {"-h", "--help"}:
-        listing = "\n".join(f"  {name:<12} {what}" for name, what in COMMANDS.items())
+        listing = "\n".join(f"  {name:<12} {command.summary}" for name, command in COMMANDS.items())
         sys.stdout.write(_HELP.format(commands=listing))
         return 0
     if arguments[0] in {"--version", "-V"}:
@@ -95,12 +75,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if arguments[0] not in COMMANDS and not of_class:
         return _refuse(arguments[0])
-    if arguments[0] in _OWN_HELP and {"-h", "--help"} & set(arguments[1:]):
-        import_module(_OWN_HELP[arguments[0]]).parser().print_help()
-        return 0
-    if shown := _help_of(*arguments):
-        sys.stdout.write(shown)
-        return 0
+    if not of_class and {"-h", "--help"} & set(arguments[1:]):
+        command = COMMANDS[arguments[0]]
+        if shown := import_module("lrlhf.cli.help_texts").help_text(arguments[0]):
+            sys.stdout.write(shown)
+            return 0
+        if command.takes is not Takes.FIT:
+            import_module(command.module).parser().print_help()
+            return 0
     arguments = ["--help" if argument == "--help.all" else argument for argument in arguments]
     spin_briefly()  # before torch is loaded
     run = import_module("lrlhf.cli").run
@@ -111,14 +93,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _names_class(word: str) -> bool:
     """Whether it is the name of a class rather than of a command."""
     return word[:1].isupper() or "." in word
-
-
-def _help_of(command: str, *options: str) -> str | None:
-    """The short help of a command, if that is asked for and the command has one."""
-    if not {"-h", "--help"} & set(options):
-        return None
-    text: str | None = import_module("lrlhf.cli.help_texts").help_text(command)
-    return text
 
 
 def _refuse(word: str) -> int:

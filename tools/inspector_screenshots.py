@@ -7,9 +7,9 @@ from pathlib import Path
 
 from PIL import Image
 
-from lrlhf.analysis.inspector import write_inspector
-from tests.analysis.browser import NARROW, WIDE, opening, wait_until_drawn
-from tests.analysis.inspector.runs import policy_run, reward_run
+from lrlhf.apps.lab.inspector import write_inspector
+from tests.apps.lab.browser import NARROW, WIDE, opening, wait_until_drawn
+from tests.apps.lab.inspector.runs import policy_run, reward_run
 
 _IMAGES = Path(__file__).parents[1] / "docs" / "images"
 

@@ -18,7 +18,7 @@ from typing import Any
 import markdown
 from PIL import Image
 
-from tests.analysis.browser import NARROW, WIDE, Opened, opening, wait_until_drawn
+from tests.apps.lab.browser import NARROW, WIDE, Opened, opening, wait_until_drawn
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images" / "gallery"
 RUNS = ("quickstart", "hh")

@@ -11,7 +11,7 @@ from lrlhf.cli.messages.errors import ConfigError, hint
 
 _PACKAGES = (
     *("modules", "datamodules", "rewards", "rollout", "callbacks", "loggers", "environments"),
-    *("models", "guard", "strategies", "cluster"),
+    *("models", "guard", "strategies", "apps.cluster"),
 )
 """Those whose classes a config names, and those of the values of their options."""
 
@@ -48,7 +48,8 @@ def _public_classes() -> dict[str, type]:
 
 def _path(kind: type) -> str:
     """Return where it is imported from: the package rather than the file in it."""
-    return f"{'.'.join(kind.__module__.split('.')[:2])}.{kind.__name__}"
+    parts = kind.__module__.split(".")
+    return ".".join([*parts[: 3 if parts[1] == "apps" else 2], kind.__name__])
 
 
 def _option(one: inspect.Parameter) -> str:

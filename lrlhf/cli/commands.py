@@ -5,23 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 
-from lrlhf.cli.application import Application, Exporter, Replayer
-from lrlhf.cli.chat_command import chat
-from lrlhf.cli.class_help import help_of_class
+from lrlhf.cli.command_table import COMMANDS, HELP_OF_CLASS, Takes
 from lrlhf.cli.config_files import ConfigFile, folders_of_own_code, read_config_files
-from lrlhf.cli.convert_command import convert
-from lrlhf.cli.generate_command import generate
 from lrlhf.cli.messages.endings import end
 from lrlhf.cli.messages.output import configure_output
 from lrlhf.cli.messages.secrets import remember_secrets
 from lrlhf.cli.model_flags import with_sources
-from lrlhf.cli.readers import Auditor, Checker, Planner, RewardRunner
 from lrlhf.cli.replay_command import dump_and_options
-from lrlhf.cli.serve_command import serve_reward
-from lrlhf.cli.serve_policy_command import serve_policy
+
+_OF_LIGHTNING = ("fit", "validate", "test", "predict")
 
 
 def run(arguments: Sequence[str], *, debug: bool = False) -> int:
@@ -56,32 +50,13 @@ def _application(
     arguments: Sequence[str], *, debug: bool
 ) -> tuple[Callable[[Sequence[str]], object], Sequence[str]]:
     """What runs a command, and the arguments that it reads."""
-    command, *options = arguments
-    own = {
-        "convert": convert,
-        "chat": chat,
-        "generate": generate,
-        "help": help_of_class,
-        "serve-policy": serve_policy,
-    }
-    if command in own:
-        return own[command], options
-    if command == "serve-reward":
-        return serve_reward, arguments
-    if command == "launch":
-        # what no other command needs
-        launcher = import_module("lrlhf.cli.launch_command").Launcher
-        return partial(launcher, debug=debug), ["fit", *options]
-    if command == "replay":
+    name, *options = arguments
+    command = COMMANDS.get(name, HELP_OF_CLASS)
+    if command.takes is Takes.OPTIONS:
+        return command.load(), options
+    if name == "launch":
+        return partial(command.load(), debug=debug), ["fit", *options]
+    if name == "replay":
         folder, options = dump_and_options(options)
-        return partial(Replayer, folder), ["fit", *options]
-    readers = {
-        "plan": Planner,
-        "check": Checker,
-        "audit": Auditor,
-        "reward": RewardRunner,
-        "export": Exporter,
-    }
-    if command in readers:
-        return readers[command], ["fit", *options]
-    return Application, arguments
+        return partial(command.load(), folder), ["fit", *options]
+    return command.load(), [name if name in _OF_LIGHTNING else "fit", *options]

@@ -14,8 +14,8 @@ from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lrlhf.cluster.connection import NAMESPACE
-from lrlhf.cluster.settings import STANDS_FOR
+from lrlhf.cli.command_table import LAUNCHED
+from lrlhf.planning.config_entries import class_of
 from lrlhf.run.atomic import atomic_write
 from lrlhf.run.hidden_values import without_secrets
 from lrlhf.run.log_rows import hold_log_folders
@@ -55,7 +55,7 @@ class SaveConfig(SaveConfigCallback):
                 ", ".join(changed),
                 HIDDEN,
             )
-        if NAMESPACE in os.environ:
+        if LAUNCHED in os.environ:
             shown = _as_without_launch(shown)
             # each trainer is a node with one device there
             shown.trainer.devices, shown.trainer.num_nodes = shown.trainer.num_nodes, 1
@@ -81,10 +81,11 @@ def _as_without_launch(value: Any) -> Any:
     if isinstance(value, Namespace):
         return Namespace(**_as_without_launch(vars(value)))  # type: ignore[no-untyped-call]
     if isinstance(value, dict):
-        return {key: _as_without_launch(part) for key, part in value.items()}
-    if type(value) is list:
-        return [_as_without_launch(part) for part in value]
-    return STANDS_FOR.get(value, value) if isinstance(value, str) else value
+        copy = {key: _as_without_launch(part) for key, part in value.items()}
+        if stands_for := getattr(class_of(value), "stands_for", None):
+            copy["class_path"] = stands_for
+        return copy
+    return [_as_without_launch(part) for part in value] if type(value) is list else value
 
 
 def _differences(first: Any, second: Any, path: str) -> Iterator[str]:

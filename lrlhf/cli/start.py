@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
 
+from lrlhf.cli.command_table import COMMANDS, HELP_OF_CLASS, REWARDS_OF_RUN, Takes
 from lrlhf.cli.config_files import ConfigFile, config_arguments, read_config_files
 from lrlhf.cli.early_checks import check_names
 from lrlhf.cli.messages.errors import ConfigError
@@ -24,12 +25,6 @@ from lrlhf.secrets import safe
 
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 _INTERRUPTED = 130
-_READERS = {
-    "compare": "lrlhf.cli.compare_command:compare",
-    "inspect": "lrlhf.cli.inspect_command:inspect",
-    "reward": "lrlhf.cli.reward_command:report_run",
-}
-"""Commands that only read files, and need no torch; ``reward`` as far as it has no config."""
 
 
 def run(arguments: Sequence[str], *, debug: bool = False) -> int:
@@ -43,9 +38,11 @@ def run(arguments: Sequence[str], *, debug: bool = False) -> int:
         The exit status, see `lrlhf.__main__.main`.
     """
     try:
-        if arguments[0] in _READERS and not _runs_rewards(arguments):
-            module, _, name = _READERS[arguments[0]].partition(":")
-            getattr(import_module(module), name)(arguments[1:])
+        command = COMMANDS.get(arguments[0], HELP_OF_CLASS)
+        if arguments[0] == "reward" and not _runs_rewards(arguments):
+            command = REWARDS_OF_RUN
+        if command.takes is Takes.FILES:
+            command.load()(arguments[1:])
             return 0
         files = read_config_files(arguments)
         remember_secrets(files, arguments)
@@ -60,7 +57,7 @@ def run(arguments: Sequence[str], *, debug: bool = False) -> int:
 
 def _runs_rewards(arguments: Sequence[str]) -> bool:
     """Tell whether ``reward`` has the options of ``fit``, which a config goes with."""
-    return arguments[0] == "reward" and bool(config_arguments(arguments) or "--help" in arguments)
+    return bool(config_arguments(arguments) or "--help" in arguments)
 
 
 def _load(files: Sequence[ConfigFile]) -> Callable[..., int]:

@@ -13,7 +13,7 @@ from lrlhf.__main__ import main
 from lrlhf.models import CausalLM, ScoreModel
 from lrlhf.planning.checks.data_rows import taken_from
 from lrlhf.planning.checks.models import check_models
-from tests.analysis.texts import clean_pairs
+from tests.apps.lab.texts import clean_pairs
 from tests.cli.experiment import experiment
 
 REWARDS = """\

@@ -146,7 +146,7 @@ def test_settings_change_and_mistakes_are_answered(talk: Talk, model_folder: str
 def test_an_interrupt_stops_the_answer_and_not_the_chat(
     talk: Talk, model_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lrlhf.cli import conversation  # noqa: PLC0415
+    from lrlhf.apps.serve import conversation  # noqa: PLC0415
 
     put, shown = conversation._Printer.put, []
 

@@ -15,7 +15,7 @@ import yaml
 
 from lrlhf.__main__ import main
 from lrlhf.cli import run
-from tests.analysis.compare.runs import scored, write_run
+from tests.apps.lab.compare.runs import scored, write_run
 from tests.cli.experiment import experiment
 
 Capture = pytest.CaptureFixture[str]

@@ -24,7 +24,7 @@ from openai import OpenAI
 from transformers import AutoTokenizer
 
 from lrlhf.__main__ import main
-from lrlhf.cli.policy_service import PolicyService, _Desk
+from lrlhf.apps.serve.policy_service import PolicyService, _Desk
 from lrlhf.cli.trained_policy import load_trained
 from lrlhf.environments.agents import Question
 from lrlhf.environments.session import Asked

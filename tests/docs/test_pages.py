@@ -65,8 +65,8 @@ def test_the_navigation_has_every_page_once() -> None:
 
 def test_packages_inside_of_others_are_public_too() -> None:
     names = public_names()
-    assert names["lrlhf.analysis.inspector"] == {"write_inspector"}
-    assert "compare_runs" in names["lrlhf.analysis.compare"]
+    assert names["lrlhf.apps.lab.inspector"] == {"write_inspector"}
+    assert "compare_runs" in names["lrlhf.apps.lab.compare"]
     # lrlhf.rollout exports both engines
     assert "lrlhf.rollout.vllm" not in names
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from tests.cluster.local_cluster import launching, weights, write_run
+from tests.apps.cluster.local_cluster import launching, weights, write_run
 from tests.distributed.runs import ROOT, running
 from tests.vllm.models import build_policy
 
@@ -34,18 +34,18 @@ def launched(config: Path, *flags: str, **trainer: Any) -> str:
     return output
 
 
-@pytest.mark.gpu_lines("lrlhf.cli.launch_command")
+@pytest.mark.gpu_lines("lrlhf.apps.cluster.launch_command")
 def test_a_trainer_has_the_gpu_that_it_asks_for(model_folder: str, tmp_path: Path) -> None:
     config = write_run(tmp_path / "run", model_folder)
     callbacks = yaml.safe_load(config.read_text())["trainer"]["callbacks"]
-    launched(config, callbacks=[*callbacks, {"class_path": "tests.cluster.toys.TellsDevice"}])
+    launched(config, callbacks=[*callbacks, {"class_path": "tests.apps.cluster.toys.TellsDevice"}])
     device, seen = (config.parent / "device").read_text().split()
     assert device == "cuda:0"
     assert seen.isdigit()  # one, whatever the machine has
 
 
 @pytest.mark.vllm
-@pytest.mark.gpu_lines("lrlhf.cluster.replicas")
+@pytest.mark.gpu_lines("lrlhf.apps.cluster.replicas")
 @pytest.mark.skipif(torch.cuda.device_count() < 3, reason="takes three GPUs")
 def test_replicas_get_weights_by_nccl(tokenizer: Any, tmp_path: Path) -> None:
     model = tmp_path / "model"

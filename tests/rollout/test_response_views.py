@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.analysis.reward_lab.given import given_responses
-from lrlhf.analysis.reward_lab.scoring import score_responses
+from lrlhf.apps.lab.reward_lab.given import given_responses
+from lrlhf.apps.lab.reward_lab.scoring import score_responses
+from lrlhf.apps.serve.limits import RequestLimits
+from lrlhf.apps.serve.score_request import read_score_request
 from lrlhf.datamodules.rows.chat import ChatFormat
 from lrlhf.environments import Episodes, TextEnvironment, ToolCall
 from lrlhf.environments.session import Asked, Reaction
@@ -40,8 +42,6 @@ from lrlhf.rewards.remote.remote_protocols import LightrftProtocol, LrlhfProtoco
 from lrlhf.rollout import Collected, Collector, Sampling
 from lrlhf.rollout.episodes.episode_engine import EpisodeEngine
 from lrlhf.rollout.records import written_text
-from lrlhf.serving.limits import RequestLimits
-from lrlhf.serving.score_request import read_score_request
 from lrlhf.types import PromptBatch
 from tests.conftest import build_tokenizer
 from tests.rollout.scripted_engine import ScriptedEngine

@@ -13,7 +13,7 @@ from lrlhf.cli import run
 pytestmark = pytest.mark.usefixtures("_own_log")
 
 ROOT = Path(__file__).parents[2]
-# of other commands; tests/serving and tests/cluster read them
+# of other commands; tests/apps/serve and tests/apps/cluster read them
 SERVICE = ROOT / "configs" / "serve_reward.yaml"
 CLUSTERS = ROOT / "configs" / "cluster"
 ALL = sorted(

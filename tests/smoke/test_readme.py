@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from lrlhf.cli import launch_command, run
-from lrlhf.cluster.launch import Run
+from lrlhf.apps.cluster import launch_command
+from lrlhf.apps.cluster.launch import Run
+from lrlhf.cli import run
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -75,4 +76,4 @@ def test_what_it_launches_has_all_that_the_cluster_file_asks_for(
 
     small = [f"--model.policy={model_folder}", "--data.max_prompt_tokens=200"]
     assert run([*launch[1:], *small]) == 0
-    assert "--model.engine=lrlhf.cluster.replicas.RayServerEngine" in launched[0].arguments
+    assert "--model.engine=lrlhf.apps.cluster.replicas.RayServerEngine" in launched[0].arguments

@@ -1,5 +1,0 @@
-"""The inspector: one page with the curves, responses and judged pairs of runs."""
-
-from lrlhf.analysis.inspector.inspector import write_inspector
-
-__all__ = ["write_inspector"]

@@ -1,0 +1,1 @@
+"""What reads, plans, serves and launches runs; training imports none of it."""

@@ -1,0 +1,277 @@
+"""Runs ``lrlhf fit`` on a Ray cluster, and takes down all that it has put there."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from lrlhf.apps.cluster.connection import NO_GPUS, connect, with_environment
+from lrlhf.apps.cluster.rewards import NAME, RETRIES, RewardWorker
+from lrlhf.apps.cluster.settings import Cluster
+from lrlhf.apps.cluster.trainers import BOARD, TERMINATED, Board, Command, trainers
+from lrlhf.background import in_background
+from lrlhf.noted_signals import noted_signals
+
+_SILENCE_SECONDS = 15.0
+"""Without a look at the board after which no trainer runs that could end by itself."""
+_INTERRUPTED = 130
+_UNPLACED_SECONDS = 60.0
+"""Without a trainer that runs after which the log says what waits for room."""
+logger = logging.getLogger(__name__)
+
+
+class LaunchError(RuntimeError):
+    """There is no cluster for a run, or it was lost more often than ``max_failures`` allows."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is launched."""
+
+    arguments: Sequence[str]
+    """Of ``lrlhf``, for every trainer."""
+    folder: str
+    """Of the run."""
+    rewards: bytes | None = None
+    """Pickled `lrlhf.rewards.Rewards` for the reward workers; None: there are none."""
+    code: Sequence[str] = ()
+    """Folders of the user's code."""
+
+
+def launch(cluster: Cluster, run: Run) -> int:
+    """Run the trainers, the rollout replicas and the reward workers until the run is through.
+
+    Returns:
+        The exit status: that of rank 0's trainer; 143 or 130 after SIGTERM or Ctrl-C.
+
+    Raises:
+        LaunchError: There is no such cluster, or what the run takes can never be there; a trainer,
+            or what watches over them, was lost more often than allowed.
+        KeyboardInterrupt: A second signal came.
+    """
+    namespace = f"lrlhf-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    ray = _connected(cluster, namespace)
+    try:
+        _check_room(cluster, ray.cluster_resources())
+        with noted_signals(second_interrupts=True) as asked, _placed(ray, cluster) as groups:
+            workers = _reward_workers(ray, cluster, run, groups)
+            folder = Path(cluster.storage or Path.cwd()).absolute()
+            board = _board(ray, folder / run.folder / "ray" / f"{namespace}.json")
+            command = Command(
+                arguments=run.arguments,
+                folder=str(folder),
+                run_folder=run.folder,
+                address=ray.get_runtime_context().gcs_address,
+                namespace=namespace,
+                environment=cluster.environment,
+                on_gpus=cluster.trainers.gpus > 0,
+            )
+            fitting = in_background(lambda: _fitted(ray, cluster, command, board), name="ray-train")
+            _await_start(ray, fitting.done, board, asked, lambda: _waiting(ray, cluster, groups))
+            status = _await(ray, fitting.done, board, asked)
+            del workers  # an actor ends with the last handle to it
+            if status is None:
+                status = _status(cluster, fitting.result)
+        return _INTERRUPTED if asked[:1] == [signal.SIGINT] and status == TERMINATED else status
+    finally:
+        ray.shutdown()
+
+
+def _connected(cluster: Cluster, namespace: str) -> Any:
+    try:
+        return connect(
+            lambda ray: ray.init(
+                namespace=namespace,
+                **_cluster_options(cluster),
+                **with_environment(cluster.environment),
+            )
+        )
+    except ConnectionError as error:
+        raise LaunchError(
+            f"there is no Ray cluster at address {cluster.address}: start one by ray start --head, "
+            "or have one started on this machine for the run by --cluster.address null"
+        ) from error
+
+
+def _check_room(cluster: Cluster, there: Mapping[str, float]) -> None:
+    """Say what a cluster lacks, which waits for nodes that join it.
+
+    Raises:
+        LaunchError: None can join.
+    """
+    if not (missing := cluster.missing(there)):
+        return
+    if cluster.address is None:
+        raise LaunchError(f"the run takes {missing}, and no node joins a cluster of one machine")
+    logger.warning("the run takes %s: it waits until nodes with that join the cluster", missing)
+
+
+def _board(ray: Any, notes: Path) -> Any:
+    # started again where it dies, and asked once more
+    kept = {"max_restarts": -1, "max_task_retries": -1}
+    strategies = import_module("ray.util.scheduling_strategies")
+    # on this node, which can write to the run's folder, and without which the run ends anyway
+    here = strategies.NodeAffinitySchedulingStrategy(
+        ray.get_runtime_context().get_node_id(), soft=True
+    )
+    board = ray.remote(num_cpus=0)(Board)
+    return board.options(name=BOARD, scheduling_strategy=here, **kept).remote(str(notes))
+
+
+def _fitted(ray: Any, cluster: Cluster, command: Command, board: Any) -> Any:
+    """Run the trainers, again where what watches over them is lost, which forgets its count."""
+    most = left = cluster.max_failures
+    for lost in itertools.count(1):
+        try:
+            return trainers(replace(cluster, max_failures=left), command).fit()
+        except ray.exceptions.RayActorError as error:
+            # one that was lost before it had started any counts too
+            started = max(lost, ray.get(board.attempts.remote()))
+            if 0 <= most < started:
+                raise LaunchError(
+                    f"Ray Train's controller was lost after the trainers were started again "
+                    f"{started - 1} times, and max_failures of the cluster is {most}"
+                ) from error
+            left = most if most < 0 else most - started
+            logger.warning("Ray Train's controller was lost: the trainers are started again")
+    raise AssertionError
+
+
+def _await_start(
+    ray: Any,
+    done: Callable[[], bool],
+    board: Any,
+    asked: Sequence[int],
+    waiting: Callable[[], Sequence[str]],
+) -> None:
+    """Wait for the first trainer, and say what waits for room where none comes."""
+    deadline, looked = time.monotonic() + _UNPLACED_SECONDS, 0
+    while not (done() or asked or looked or time.monotonic() > deadline):
+        time.sleep(0.2)
+        looked = ray.get(board.looks.remote())
+    if done() or asked or looked:
+        return
+    free = ", ".join(
+        f"{name} {amount:g}"
+        for name, amount in sorted(ray.available_resources().items())
+        if "_group_" not in name and not name.startswith("node:") and "memory" not in name
+    )
+    logger.warning(
+        "no trainer runs after %g s; waiting for room: %s; free on all nodes together: %s. Each "
+        "process needs its share on one node, and another run, or another part of this one, may "
+        "have taken it",
+        _UNPLACED_SECONDS,
+        ", ".join(waiting()) or "nothing",
+        free or "nothing",
+    )
+
+
+def _waiting(ray: Any, cluster: Cluster, groups: Mapping[str, Any]) -> list[str]:
+    """Return what of this run waits for room; other runs may wait too."""
+    names = {group.id.hex(): name for name, group in groups.items()}
+    share = {name: amount for name, amount in cluster.trainers.bundle().items() if amount}
+    wanted = [share] * cluster.trainers.workers
+    waits = {
+        # that of Ray Train has no name
+        names.get(number, "trainers")
+        for number, group in ray.util.placement_group_table().items()
+        if group["state"] == "PENDING"
+        and (number in names or [*group["bundles"].values()] == wanted)
+    }
+    return sorted(waits)
+
+
+def _cluster_options(cluster: Cluster) -> dict[str, Any]:
+    """Return what ``ray.init`` is told of the cluster."""
+    if cluster.address is not None:
+        return {"address": cluster.address}
+    # cores are what Ray counts with, not what there is: a trial may share them
+    cores = max(os.cpu_count() or 1, math.ceil(cluster.total()["CPU"]))
+    return {"address": "local", "num_cpus": cores}
+
+
+@contextmanager
+def _placed(ray: Any, cluster: Cluster) -> Iterator[dict[str, Any]]:
+    """Reserve room for what runs beside the trainers: a placement group of each kind."""
+    groups = {
+        name: ray.util.placement_group(
+            [{kind: amount for kind, amount in bundle.items() if amount} for bundle in bundles],
+            name=name,
+        )
+        for name, bundles in cluster.bundles().items()
+        if bundles
+    }
+    try:
+        yield groups
+    finally:
+        for group in groups.values():
+            ray.util.remove_placement_group(group)
+
+
+def _reward_workers(ray: Any, cluster: Cluster, run: Run, groups: dict[str, Any]) -> list[Any]:
+    """Start the reward workers; they end when nobody holds them."""
+    strategies = import_module("ray.util.scheduling_strategies")
+    share = cluster.rewards
+    return [
+        ray.remote(RewardWorker)
+        .options(
+            name=f"{NAME}{number:03}",
+            num_cpus=share.cpus,
+            num_gpus=share.gpus,
+            resources=share.resources,
+            # started again wherever there is room; a batch that kills each worker ends the run
+            max_restarts=-1,
+            max_task_retries=RETRIES,
+            **({} if share.gpus else with_environment(NO_GPUS)),
+            scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(
+                groups["rewards"], placement_group_bundle_index=number
+            ),
+        )
+        .remote(run.rewards, list(run.code))
+        for number in range(share.workers)
+    ]
+
+
+def _await(ray: Any, done: Callable[[], bool], board: Any, asked: Sequence[int]) -> int | None:
+    """Wait for the trainers; None: they are through, else the status to end with at once."""
+    while not done() and not asked:
+        time.sleep(0.2)
+    if done():
+        return None
+    logger.info("asked to end: the trainers finish their step and save; once more ends at once")
+    looks, heard = -1, time.monotonic()
+    while not done():
+        # again and again, as an actor that was started again has heard of nothing
+        if (now := ray.get(board.ask_to_end.remote())) != looks:
+            looks, heard = now, time.monotonic()
+        if time.monotonic() - heard > _SILENCE_SECONDS:
+            return TERMINATED
+        time.sleep(0.2)
+    return None
+
+
+def _status(cluster: Cluster, result: Callable[[], Any]) -> int:
+    """Return the exit status of rank 0's trainer."""
+    train = import_module("ray.train")
+    try:
+        return int(result().return_value)
+    except train.ControllerError as error:
+        *_, reason = str(error).strip().splitlines()
+        raise LaunchError(f"Ray Train could not run the trainers: {reason.strip()}") from error
+    except train.TrainingFailedError as error:
+        *_, reason = str(error).strip().splitlines()
+        raise LaunchError(
+            f"the trainers were started again {cluster.max_failures} times (max_failures of the "
+            f"cluster), and one was lost once more: {reason.strip()}"
+        ) from error

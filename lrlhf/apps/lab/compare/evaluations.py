@@ -1,0 +1,203 @@
+"""One evaluation as numbers: what each prompt, or each pair, came to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lrlhf.apps.lab.compare.samples import RIGHT, Sample, grouped, prompt_values, sizes_of
+from lrlhf.apps.lab.run_files import RunFiles, records
+from lrlhf.statistics.temperatures import temperature_prefix
+
+_PARTS = ("set", "dataloader")
+"""What tells evaluation sets of one file apart."""
+_MAIN = ("score", "accuracy", "mean_logprob")
+
+
+class Evaluation(NamedTuple):
+    """The evaluation of one run after a step."""
+
+    folder: Path
+    step: int
+    temperature: float | None
+    """Of the metrics whose names begin with no temperature; None: the file does not say."""
+    samples: list[Sample]
+
+    def mean(self, metric: str) -> float:
+        """Return the mean over all prompts; NaN: none has the metric."""
+        by_row = all(one.place is not None for one in self.samples)
+        found = prompt_values(grouped(self.samples, by_row=by_row), sizes_of(metric))
+        values = [own.get(metric, math.nan) for own in found.values()]
+        known = [value for value in values if math.isfinite(value)]
+        return math.fsum(known) / len(known) if known else math.nan
+
+
+def read_evaluation(
+    folder: Path, step: str, metric: str | None, temperature: float | None = None
+) -> Evaluation:
+    """Read an evaluation of a run.
+
+    Args:
+        folder: Of the run.
+        step: ``last``, ``best`` (highest mean of the metric; of equal ones the first) or a number.
+        metric: What ``best`` means; None: `main_metric`.
+        temperature: Of the responses whose metrics have plain names, those at others have names
+            such as ``t0.7/score``; None: the first one in the file.
+
+    Raises:
+        FileNotFoundError: There is no such run, or it has no evaluation.
+        KeyError: It has none of that step; names those that there are.
+        ValueError: A line is no record of an evaluation, or none is of that temperature; names the
+            file.
+    """
+    steps = RunFiles(folder).evaluations
+    if not steps:
+        raise FileNotFoundError(
+            f"{folder} has no evaluation (eval_scores_<step>.jsonl): lrlhf validate --config "
+            f"{folder / 'config.yaml'} --ckpt_path CHECKPOINT makes one, if its config has "
+            "validation data"
+        )
+    if step == "best":
+        found = [_read(folder, one, path, temperature) for one, path in steps.items()]
+        means = [one.mean(metric or main_metric(one)) for one in found]
+        return found[max(range(len(found)), key=lambda index: (_finite(means[index]), -index))]
+    number = list(steps)[-1] if step == "last" else int(step)
+    if number not in steps:
+        there = ", ".join(map(str, steps))
+        raise KeyError(f"{folder} has no evaluation of step {number}; there are {there}")
+    return _read(folder, number, steps[number], temperature)
+
+
+def main_metric(evaluation: Evaluation) -> str:
+    """Return what an evaluation is about.
+
+    A policy's ``score``, the ``accuracy`` on pairs, the ``mean_logprob`` of given texts.
+    """
+    names = {name for one in evaluation.samples for name in one.values}
+    return next((name for name in _MAIN if name in names), min(names, default=""))
+
+
+def _read(folder: Path, step: int, path: Path, temperature: float | None) -> Evaluation:
+    samples: list[Sample] = []
+    there: dict[float | None, None] = {}
+    for number, record in enumerate(records(path), start=1):
+        known = "score" in record or isinstance(record.get("labels"), Mapping)
+        if "steps" in record:
+            raise ValueError(
+                f"{path} is of a process reward model, whose steps are not compared: compare the "
+                "metrics of both evaluations, eval/… in metrics.csv"
+            )
+        if not (known or _is_given(record)):
+            raise ValueError(
+                f"{path}, line {number} has neither a score nor labels nor the log-probability of "
+                "a text: it is no line that EvalJSONL has written"
+            )
+        own = _numbers({"of": record.get("temperature")}).get("of")
+        there.setdefault(own)
+        temperature = own if temperature is None and not samples else temperature
+        samples.append(_sample(record, temperature_prefix(own, temperature)))
+    if not samples:
+        raise ValueError(f"{path} is empty")
+    if not any(sample.label == "" for sample in samples):
+        raise ValueError(
+            f"{path} has responses at temperature {', '.join(f'{one:g}' for one in there)} and "
+            f"none at {temperature:g}, at which the first run was evaluated: evaluate both at the "
+            "same"
+        )
+    return Evaluation(folder, step, temperature, samples)
+
+
+def _sample(record: Mapping[str, Any], label: str) -> Sample:
+    part = tuple(str(record.get(name, "")) for name in _PARTS)
+    place = None
+    if "source" in record and "row" in record:
+        place = (*part, str(record["source"]), str(record["row"]))
+    asked = ("candidate0", "candidate1", *(["completion"] if _is_given(record) else []))
+    shown = (str(record.get(name, "")) for name in ("prompt", *asked))
+    info = record.get("info")
+    own = [info.get(name, "") for name in ("media0", "media1")] if isinstance(info, Mapping) else []
+    media = " ".join(map(str, filter(None, (record.get("media", ""), *own))))
+    told = [record.get(name) for name in ("columns", "info")]
+    columns: dict[str, Any] = {name: record[name] for name in _PARTS if name in record}
+    for one in told:
+        columns |= one if isinstance(one, Mapping) else {}
+    answered = record.get("answer")
+    return Sample(
+        place=place,
+        text=(*part, *shown, media),
+        label=label,
+        values=measures(record),
+        answer=str(record.get("completion", "")),
+        votes=(None if answered is None else str(answered),) if "answer" in record else (),
+        columns=columns,
+        cluster="" if record.get("prompt_id") is None else str(record["prompt_id"]),
+    )
+
+
+def measures(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of a line; what could not be scored or is not labelled is left out."""
+    if _is_given(record):
+        return _of_text(record)
+    return _of_pair(record) if "labels" in record else _of_response(record)
+
+
+def _is_given(record: Mapping[str, Any]) -> bool:
+    """Whether it is about a text that a model was given, rather than one that it wrote."""
+    return "logprob" in record and "tokens" in record
+
+
+def _of_text(record: Mapping[str, Any]) -> dict[str, float]:
+    """Log-probability of a token of the text; none of a text without one that is learnt."""
+    found = _numbers({name: record[name] for name in ("logprob", "tokens")})
+    if "logprob" not in found or not found.get("tokens"):
+        return {}
+    return {"mean_logprob": found["logprob"] / found["tokens"]}
+
+
+def _of_response(record: Mapping[str, Any]) -> dict[str, float]:
+    found: dict[str, Any] = {"score": record.get("score")}
+    for name, value in _mapping(record.get("rewards")).items():
+        found[f"rewards/{name}"] = value
+    found[RIGHT] = record.get("correct")
+    found["length"] = record.get("length")
+    if "finish_reason" in record:
+        found["truncated"] = float(record["finish_reason"] == "length")
+    found["turns"] = record.get("turns")
+    return _numbers(found)
+
+
+def _of_pair(record: Mapping[str, Any]) -> dict[str, float]:
+    """Right order and margin, by head where there are several.
+
+    As in training, a gap of zero is half right, and a pair that is labelled equal has neither.
+    """
+    labels = _numbers(_mapping(record["labels"]))
+    gaps = _numbers(_mapping(record.get("margins")))
+    margins = {head: label * gaps[head] for head, label in labels.items() if label and head in gaps}
+    if not margins:
+        return {}
+    right = {head: (1 + (gap > 0) - (gap < 0)) / 2 for head, gap in margins.items()}
+    found = {"accuracy": math.fsum(right.values()) / len(right)}
+    found["margin"] = math.fsum(margins.values()) / len(margins)
+    if len(_mapping(record["labels"])) > 1:
+        found |= {f"accuracy/{head}": value for head, value in right.items()}
+        found |= {f"margin/{head}": value for head, value in margins.items()}
+    return found
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        name: float(value)
+        for name, value in values.items()
+        if isinstance(value, int | float) and math.isfinite(value)
+    }
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else -math.inf

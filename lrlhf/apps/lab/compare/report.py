@@ -1,0 +1,300 @@
+"""A comparison of runs: read, compared, and told on a terminal, as JSON, or as a page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from lrlhf.apps.lab.compare import words
+from lrlhf.apps.lab.compare.comparison import (
+    Comparison,
+    Row,
+    compare_sides,
+    correct_for_several,
+)
+from lrlhf.apps.lab.compare.configs import ConfigDiff, config_diff, same_seeds
+from lrlhf.apps.lab.compare.costs import Cost, cost_of
+from lrlhf.apps.lab.compare.evaluations import read_evaluation
+from lrlhf.apps.lab.compare.matching import Match, Side
+from lrlhf.secrets import escaped
+
+
+class Report(NamedTuple):
+    """One or several sides against the same one."""
+
+    comparisons: list[Comparison]
+    costs: dict[str, Cost]
+    """By folder of the run."""
+    configs: list[ConfigDiff]
+    """Of each comparison."""
+
+    @property
+    def letters(self) -> list[tuple[str, str]]:
+        """What the two sides of each comparison are called in sentences: A and B, A and C."""
+        return [("A", chr(ord("B") + index)) for index in range(len(self.comparisons))]
+
+    @property
+    def sides(self) -> dict[str, Side]:
+        """Each side by its letter."""
+        return {"A": self.comparisons[0].a} | {
+            letter: one.b for (_, letter), one in zip(self.letters, self.comparisons, strict=True)
+        }
+
+
+def compare_runs(
+    sides: Mapping[str, Sequence[Path]],
+    *,
+    step: str = "last",
+    metric: str | None = None,
+    by: Sequence[str] = (),
+    how: Match = "auto",
+    differences: Sequence[float] = (),
+) -> Report:
+    """Compare the evaluations of runs.
+
+    Args:
+        sides: Folders of each side's runs, which differ in their seeds, by name; the others are
+            compared with the first.
+        step: Evaluation of each run: ``last``, ``best`` or a number.
+        metric: The main one; None: score of policies, accuracy of reward models.
+        by: Columns of the rows to make subsets of.
+        how: Prompts are matched by ``row``, ``text`` or ``auto``, see `match`.
+        differences: Of the main metric, to say what it takes to see them.
+
+    Raises:
+        FileNotFoundError: A run or its evaluation is not there.
+        KeyError: A run has no evaluation of that step.
+        ValueError: A file is damaged, or the sides have nothing in common: no prompt, or not the
+            temperature of the first run.
+    """
+    read: list[Side] = []
+    temperature = None
+    for name, folders in sides.items():
+        read.append(Side(name, []))
+        for folder in folders:
+            found = read_evaluation(folder, step, metric, temperature)
+            read[-1].evaluations.append(found)
+            temperature = read[0].evaluations[0].temperature
+    comparisons = correct_for_several(
+        [
+            compare_sides(read[0], side, metric=metric, by=by, how=how, differences=differences)
+            for side in read[1:]
+        ]
+    )
+    costs = {str(folder): cost_of(folder) for folders in sides.values() for folder in folders}
+    return Report(comparisons, costs, [config_diff(read[0], side) for side in read[1:]])
+
+
+def print_report(report: Report, console: Console, *, step: str = "last") -> None:
+    """Write the report to a terminal; the first sentence is the answer."""
+    for part in _parts(report, step):
+        console.print(part)
+    costs = cost_rows(report)
+    if len(costs[0]) > 1:
+        console.print()
+        _print_costs(costs, console)
+
+
+def notes(report: Report, step: str) -> Iterator[str]:
+    """Say what holds for the whole report."""
+    if step == "best":
+        yield (
+            "The best step of each run was chosen on these same prompts, which flatters all of "
+            "them, and most the run with the most evaluations."
+        )
+    for side in report.sides.values():
+        for told in same_seeds(side):
+            yield f"The same seed twice: {told}. Runs of one side are to differ in their seeds."
+
+
+def _text(text: str, style: str = "") -> Text:
+    """Return words without markup, and without what a terminal would act on."""
+    return Text(escaped(text), style=style)
+
+
+def _parts(report: Report, step: str) -> Iterator[RenderableType]:
+    for one, letters in zip(report.comparisons, report.letters, strict=True):
+        yield _text(words.answer(one, *letters), style="bold")
+    yield _text("")
+    for letter, side in report.sides.items():
+        runs = ", ".join(f"{one.folder} (step {one.step})" for one in side.evaluations)
+        yield _text(f"{letter}: {runs}")
+    for one, letters, diff in zip(report.comparisons, report.letters, report.configs, strict=True):
+        yield _text("")
+        yield _metrics(one, letters)
+        yield _text(words.wins_and_losses(one, *letters))
+        for sentence in words.notes(one, *letters):
+            yield _text(sentence)
+        if one.power is not None:
+            yield _text(words.power_sentence(one, one.power))
+            yield _table(words.needs(one, one.power))
+        yield from _configs(diff, letters)
+    for sentence in notes(report, step):
+        yield _text(sentence)
+
+
+def _print_costs(rows: Sequence[Sequence[Any]], console: Console) -> None:
+    """Write a row per run, or a column per run where these rows are too long; cut off nothing."""
+    table = _table(rows)
+    unlimited = console.options.update(max_width=4096)
+    if console.measure(table, options=unlimited).minimum > console.width:
+        table = _table([*zip(*rows, strict=True)])
+        for column in table.columns[1:]:
+            column.min_width = None  # paths go on below
+    width = max(console.width, console.measure(table, options=unlimited).minimum)
+    console.print(table, width=width, crop=False)
+
+
+def _metrics(found: Comparison, letters: tuple[str, str]) -> Table:
+    title = f"{letters[1]} against {letters[0]}"
+    table = Table(title=title, title_justify="left", caption_justify="left", box=None)
+    table.add_column("metric", overflow="fold", min_width=10)
+    for name in ("prompts", *letters, "difference", "95 % interval", "p"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in (found.main, *found.others, *found.subsets):
+        name = row.subset or row.metric
+        style = "bold" if row is found.main else ""
+        table.add_row(_text(name), f"{row.prompts:,}", *words.cells(row), style=style)
+    table.caption = family_note(found)
+    return table
+
+
+def family_note(found: Comparison) -> str:
+    """Say which p-values are corrected for which tests."""
+    count = len(found.others) + len(found.subsets)
+    if not count:
+        return ""
+    what = f"{found.main.metric}: one test"
+    if found.main.adjusted_p != found.main.difference.p_value:
+        what = f"{found.main.metric}: corrected for the sides compared with A"
+    tests = "test" if count == 1 else f"{count} tests"
+    return f"p of {what}; of the other {tests} corrected together (Holm). Intervals are not."
+
+
+def _configs(diff: ConfigDiff, letters: tuple[str, str]) -> Iterator[RenderableType]:
+    for sentence in config_sentences(diff):
+        yield _text(sentence)
+    if diff.changes:
+        yield _table([["option", *letters], *map(list, diff.changes)], left=True)
+
+
+def _table(rows: Sequence[Sequence[Any]], *, left: bool = False) -> Table:
+    """Lay out headings and rows; the first column is text, the others are numbers unless left."""
+    table = Table(box=None)
+    for index, name in enumerate(rows[0]):
+        justify: Literal["left", "right"] = "left" if left or not index else "right"
+        table.add_column(name, overflow="fold", justify=justify, min_width=len(name))
+    for row in rows[1:]:
+        table.add_row(*(_text(one if isinstance(one, str) else _shown(one)) for one in row))
+    return table
+
+
+def config_sentences(diff: ConfigDiff) -> Iterator[str]:
+    """Say what the table of changed options leaves out."""
+    if diff.missing:
+        yield f"No config.yaml: {', '.join(diff.missing)}."
+    elif not diff.changes:
+        yield "The configs have the same options."
+    if diff.apart:
+        yield f"Not counted as differences: {', '.join(diff.apart)}."
+    if diff.within:
+        yield (f"The runs of one side differ in more than their seeds: {', '.join(diff.within)}.")
+
+
+def cost_rows(report: Report) -> list[list[Any]]:
+    """Return headings and a row per run, without the columns that no run knows."""
+    rows = {
+        f"{letter} {one.folder}": report.costs[str(one.folder)]
+        for letter, side in report.sides.items()
+        for one in side.evaluations
+    }
+    columns: dict[str, list[Any]] = {
+        "steps": [cost.steps for cost in rows.values()],
+        "responses": [cost.responses for cost in rows.values()],
+        "tokens": [cost.tokens for cost in rows.values()],
+        "seconds": [cost.total_seconds for cost in rows.values()],
+    }
+    for phase in dict.fromkeys(name for cost in rows.values() for name in cost.seconds):
+        columns[f"{phase} s"] = [cost.seconds.get(phase) for cost in rows.values()]
+    columns["peak GiB"] = [cost.peak_gib for cost in rows.values()]
+    known = {name: own for name, own in columns.items() if any(one is not None for one in own)}
+    return [["run", *known], *([run, *own] for run, own in _rows(list(rows), known))]
+
+
+def _rows(
+    runs: Sequence[str], columns: Mapping[str, Sequence[Any]]
+) -> Iterator[tuple[str, list[Any]]]:
+    for index, run in enumerate(runs):
+        yield run, [values[index] for values in columns.values()]
+
+
+def _shown(value: float | None) -> str:
+    if value is None:
+        return "?"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"
+
+
+def as_json(report: Report, *, step: str = "last") -> dict[str, Any]:
+    """Return everything that the report says in JSON types; infinite ends are None."""
+    comparisons = [
+        {
+            "answer": words.answer(one, *letters),
+            "scope": words.scope(one, *letters),
+            "notes": list(words.notes(one, *letters)),
+            "a": _side(one.a),
+            "b": _side(one.b),
+            "matched_by": one.matched.by,
+            "unmatched": one.matched.unmatched,
+            "main": _row(one.main),
+            "others": [_row(row) for row in one.others],
+            "subsets": [_row(row) for row in one.subsets],
+            "power": None if one.power is None else _plain(one.power),
+            "config": _plain(diff),
+            "prompts": list(_prompts(one)),
+        }
+        for one, letters, diff in zip(
+            report.comparisons, report.letters, report.configs, strict=True
+        )
+    ]
+    costs = {folder: _plain(cost) for folder, cost in report.costs.items()}
+    return {"comparisons": comparisons, "costs": costs, "notes": list(notes(report, step))}
+
+
+def _side(side: Side) -> dict[str, Any]:
+    runs = [{"folder": str(one.folder), "step": one.step} for one in side.evaluations]
+    return {"name": side.name, "runs": runs}
+
+
+def _row(row: Row) -> dict[str, Any]:
+    found: dict[str, Any] = _plain(row)
+    return found
+
+
+def _prompts(found: Comparison) -> Iterator[dict[str, Any]]:
+    """Yield the main metric of each prompt, the mean over samples of each run."""
+    a, b = found.matched.values[found.main.metric]
+    for index, prompt in enumerate(found.matched.prompts):
+        yield {
+            "key": list(prompt.key),
+            "a": _plain(a[:, index].tolist()),
+            "b": _plain(b[:, index].tolist()),
+        }
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value

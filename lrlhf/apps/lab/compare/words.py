@@ -1,0 +1,196 @@
+"""What a comparison says, in sentences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from lrlhf.apps.lab.compare.comparison import Comparison, Power, Row
+from lrlhf.statistics import Estimate
+from lrlhf.statistics.proportions import unseen_share
+from lrlhf.statistics.sample_sizes import fewest_prompts
+from lrlhf.statistics.temperatures import plain_name
+
+_LEVEL = 0.05
+_FEW = 10
+_NEUTRAL = ("length", "truncated", "turns")
+"""Metrics of which more is neither better nor worse."""
+_SUBJECTS = {"accuracy": "pairs", "margin": "pairs", "mean_logprob": "texts"}
+"""What metrics are of, if not of prompts."""
+
+
+def answer(found: Comparison, a: str = "A", b: str = "B") -> str:
+    """Say in one sentence which side is better, by how much, and of what this speaks."""
+    row = found.main
+    what = _SUBJECTS.get(row.metric.partition("/")[0], "prompts")
+    return f"{_verdict(row, a, b)} on these {row.prompts:,} {what}; {scope(found, a, b)}."
+
+
+def _verdict(row: Row, a: str, b: str) -> str:
+    if not row.differing and row.difference.value == 0:
+        return f"{a} and {b} have the same {row.metric}, one by one,"
+    size = amount(abs(row.difference.value), row)
+    up = row.difference.value > 0
+    # of a loss it says whose difference it is: the size before it has no sign
+    told = f"{'' if up else f'{b} − {a}: '}{_interval(row)}, {probability(row)}"
+    if row.adjusted_p > _LEVEL:
+        way = "above" if up else "below"
+        return (
+            f"No difference in {row.metric} is shown between {a} and {b}: {b} is {size} {way} {a} "
+            f"({told})"
+        )
+    if plain_name(row.metric) in _NEUTRAL:
+        return f"{b} has {'more' if up else 'less'} {row.metric} than {a} by {size} ({told})"
+    return f"{b} is {'better' if up else 'worse'} than {a} by {size} ({told})"
+
+
+def _interval(row: Row) -> str:
+    """Say the interval with the signs that the table has."""
+    low, high = row.difference.low, row.difference.high
+    if math.isinf(low):
+        return "too few for a 95 % interval"
+    scale = _scale(row)
+    return f"95 % interval {plain(low * scale, row)} to {plain(high * scale, row)}"
+
+
+def scope(found: Comparison, a: str = "A", b: str = "B") -> str:
+    """Say of what the main result speaks: of checkpoints, or of recipes."""
+    first, second = found.seeds
+    if first == second == 1:
+        return "one seed each: this speaks of these two checkpoints, not of the recipes"
+    if min(first, second) > 1:
+        count = f"{first} seeds each" if first == second else f"{first} and {second} seeds"
+        return f"{count}: this speaks of the recipes, as far as so few seeds tell"
+    alone, several = (a, b) if first == 1 else (b, a)
+    return (
+        f"one seed of {alone}, {max(first, second)} of {several}: this speaks of the recipe of "
+        f"{several} against this one checkpoint of {alone}"
+    )
+
+
+def notes(found: Comparison, a: str = "A", b: str = "B") -> Iterator[str]:
+    """Say what one should know before one believes the figures."""
+    yield from _left_out(found)
+    row, matched = found.main, found.matched
+    if matched.by == "text":
+        yield "Prompts were matched by their text."
+    if max(matched.samples) > 1:
+        yield (
+            f"The samples of a prompt ({matched.samples[0]} and {matched.samples[1]}) are "
+            "averaged, or judged together: they are no further prompts."
+        )
+    steps = [sorted({one.step for one in side.evaluations}) for side in (found.a, found.b)]
+    if steps[0] != steps[1]:
+        first, second = (", ".join(map(str, one)) for one in steps)
+        yield f"Evaluations after different steps: {a} step {first}, {b} step {second}."
+    if found.seeds == (1, 1) and row.differing < min(_FEW, row.prompts):
+        few = f"{b} and {a} differ on {row.differing} of {row.prompts:,} prompts only"
+        share = 100 * unseen_share(row.prompts)
+        unseen = f"they could still differ on up to {share:.2g} % of such prompts"
+        yield f"{few}; {'the interval rests on these few' if row.differing else unseen}."
+    if found.power is None:
+        yield (
+            "What such an evaluation could find is not known: that takes differences that vary, "
+            f"and with one seed each at least {fewest_prompts()} prompts."
+        )
+
+
+def _left_out(found: Comparison) -> Iterator[str]:
+    for folder, count in found.matched.unmatched.items():
+        if count:
+            yield f"{count:,} of the prompts of {folder} are not in all runs, and were left out."
+    for row in (found.main, *found.others):
+        if row.left_out:
+            yield f"{row.metric}: {row.left_out:,} prompts without a value in all runs left out."
+    for name in found.empty:
+        yield f"{name}: no prompt has a value in all runs."
+
+
+def wins_and_losses(found: Comparison, a: str = "A", b: str = "B") -> str:
+    """Say how often B does better than A on the same prompt."""
+    row = found.main
+    told = (
+        f"{b} against {a}, prompt by prompt: {row.wins.wins:.1%} wins, {row.wins.ties:.1%} ties, "
+        f"{row.wins.losses:.1%} losses"
+    )
+    if row.wins.net == row.difference:  # right or wrong, once each
+        return f"{told}."
+    net = f"{row.wins.net.value * 100:+.1f} points".replace("-", "−")
+    return f"{told}; wins less losses {net} ({_net(row.wins.net)})."
+
+
+def _net(net: Estimate) -> str:
+    if math.isinf(net.low):
+        return "too few for an interval"
+    return f"95 % interval {100 * net.low:.1f} to {100 * net.high:.1f}".replace("-", "−")
+
+
+def power_sentence(found: Comparison, seen: Power) -> str:
+    """Say what this evaluation could see."""
+    seeds = "" if max(found.seeds) == 1 else f" and {_seeds(found.seeds)}"
+    return (
+        f"With {found.main.prompts:,} prompts{seeds} a difference of "
+        f"{amount(seen.detectable, found.main)} would be found in 80 % of evaluations."
+    )
+
+
+def needs(found: Comparison, seen: Power) -> list[list[str]]:
+    """Return headings and rows: how many prompts, or seeds, find a difference as often."""
+    prompts, seeds = "prompts", "seeds each"
+    if max(found.seeds) > 1:
+        prompts += f" with {_seeds(found.seeds)}"
+        seeds += f" with {found.main.prompts:,} prompts"
+    several = min(found.seeds) > 1
+    rows = [
+        [amount(one.difference, found.main), _number(one.prompts)]
+        + ([_number(one.seeds)] if several else [])
+        for one in seen.needs
+    ]
+    return [["to find", prompts, *([seeds] if several else [])], *rows]
+
+
+def _number(count: int | None) -> str:
+    return "no number does" if count is None else f"{count:,}"
+
+
+def _seeds(seeds: tuple[int, int]) -> str:
+    return f"{seeds[0]} seeds each" if seeds[0] == seeds[1] else f"{seeds[0]} and {seeds[1]} seeds"
+
+
+def probability(row: Row) -> str:
+    """Say the p-value; of several comparisons also the corrected one."""
+    p = row.difference.p_value
+    told = f"p = {p:.2g}" if p >= 0.001 else "p < 0.001"
+    if row.adjusted_p != p:
+        told += f", {row.adjusted_p:.2g} after Holm's correction"
+    return told
+
+
+def amount(value: float, row: Row) -> str:
+    """Write a difference with its unit: shares in points, hundredths."""
+    return plain(value * _scale(row), row) + (" points" if row.binary else "")
+
+
+def plain(value: float, row: Row) -> str:
+    """Write a number as precisely as its unit asks for."""
+    if math.isinf(value):
+        return "−∞" if value < 0 else "∞"
+    text = f"{value:.1f}" if row.binary else f"{value:.3g}"
+    return text.replace("-", "−")
+
+
+def _scale(row: Row) -> float:
+    return 100.0 if row.binary else 1.0
+
+
+def cells(row: Row) -> list[str]:
+    """Return what a table shows of a row: A, B, difference, interval, p."""
+    scale = _scale(row)
+    first, second = (plain(mean * scale, row) for mean in row.means)
+    if row.binary:
+        first, second = f"{first} %", f"{second} %"
+    sign = "+" if row.difference.value > 0 else ""
+    low, high = (plain(end * scale, row) for end in (row.difference.low, row.difference.high))
+    p = f"{row.adjusted_p:.3f}" if row.adjusted_p >= 0.001 else "<0.001"
+    value = f"{sign}{plain(row.difference.value * scale, row)}"
+    return [first, second, value, f"{low} to {high}", p]

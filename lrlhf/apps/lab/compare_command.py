@@ -1,0 +1,229 @@
+"""``lrlhf compare``: is one run better than another, by how much, or is it the seed?"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from rich.console import Console
+
+from lrlhf.cli.messages.errors import ConfigError
+from lrlhf.cli.model_evaluation import CHECKPOINT, evaluate_models
+
+if TYPE_CHECKING:
+    from lrlhf.apps.lab.compare import Report
+
+_MOST_SIDES = 26
+"""Letters that they are called by."""
+_EPILOG = """\
+A RUN is the folder of a run with eval_scores_<step>.jsonl. In quotes it may be a pattern
+('runs/a_seed*'), whose folders are the seeds of one side. The first RUN, or --against, is what the
+others are compared with. With --config a RUN may also be a model or a checkpoint, and each is first
+evaluated on the validation set of that config.
+
+examples:
+  lrlhf compare runs/a runs/b
+  lrlhf compare --a runs/a_seed* --b runs/b_seed* --html compare.html
+  lrlhf compare runs/b runs/c --against runs/a --by metadata.level
+  lrlhf compare runs/a/export/final my-org/my-model --config configs/quickstart.yaml
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return what reads the options."""
+    parser = argparse.ArgumentParser(
+        prog="lrlhf compare",
+        description="Compare evaluations of the same prompts: differences with intervals.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_sides(parser)
+    _add_questions(parser)
+    _add_files(parser)
+    return parser
+
+
+def _add_sides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", metavar="RUN", nargs="*", help="one side each")
+    parser.add_argument(
+        "--a",
+        "--against",
+        metavar="RUN",
+        nargs="+",
+        action="extend",
+        help="seeds of the side that the others are compared with",
+    )
+    parser.add_argument(
+        "--b", metavar="RUN", nargs="+", action="extend", help="seeds of another side"
+    )
+    parser.add_argument(
+        "--step", default="last", help="evaluation: last (default), best or a number"
+    )
+
+
+def _add_questions(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--metric",
+        help="what is decided by; default: score, of pairs accuracy, of given texts mean_logprob",
+    )
+    parser.add_argument(
+        "--by",
+        metavar="COLUMN",
+        action="append",
+        default=[],
+        help="also compare for each value of a column of the rows; may be given again",
+    )
+    parser.add_argument(
+        "--match",
+        choices=("auto", "row", "text"),
+        default="auto",
+        help="the same prompt is the same row, or the same text; default: row where the texts are "
+        "the same too, else text",
+    )
+    parser.add_argument(
+        "--difference",
+        metavar="D",
+        type=_difference,
+        nargs="+",
+        default=[],
+        help="say what it takes to see such differences of the metric, such as 0.02",
+    )
+
+
+def _add_files(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write everything as JSON")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="evaluate models on the validation set of this config; may be given again",
+    )
+    parser.add_argument(
+        "--output",
+        metavar="DIR",
+        type=Path,
+        default=Path("runs/compare"),
+        help="with --config: folder of the evaluations; default: runs/compare",
+    )
+
+
+def compare(arguments: Sequence[str]) -> None:
+    """Run the command.
+
+    Raises:
+        ConfigError: A run, a file or an option cannot be used.
+    """
+    given = parser().parse_args(arguments)
+    _check(given)
+    # not at the top: help needs none of it
+    from lrlhf.apps.lab.compare import compare_runs, print_report  # noqa: PLC0415
+
+    named = _sides(given)
+    if given.config:
+        folders = evaluate_models(named, given.config, given.output)
+    else:
+        folders = {name: [Path(one) for one in runs] for name, runs in named.items()}
+    try:
+        report = compare_runs(
+            folders,
+            step=given.step,
+            metric=given.metric,
+            by=given.by,
+            how=given.match,
+            differences=given.difference,
+        )
+        print_report(report, Console(file=sys.stdout, highlight=False), step=given.step)
+        _write(report, given)
+    except KeyError as error:  # whose text is in quotes
+        raise ConfigError(str(error.args[0])) from error
+    except (ValueError, OSError, ImportError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _check(given: argparse.Namespace) -> None:
+    if given.step not in {"last", "best"} and not given.step.isdecimal():
+        _refuse(f"step is '{given.step}'; give last, best or a number")
+    for name in ("json", "html"):
+        path = getattr(given, name)
+        if path is not None and path.is_dir():
+            _refuse(f"{name}: {path} is a folder; give the name of a file")
+
+
+def _sides(given: argparse.Namespace) -> dict[str, list[str]]:
+    """Return the runs of each side by its name, the one that others are compared with first.
+
+    Raises:
+        ConfigError: There are less than two or too many, a pattern fits nothing, or a run is a
+            file, or there twice.
+    """
+    asked = [side for side in (given.a, given.b, *([one] for one in given.runs)) if side]
+    if not 2 <= len(asked) <= _MOST_SIDES:
+        _refuse(
+            f"lrlhf compare needs two sides, up to {_MOST_SIDES}: lrlhf compare RUN_A RUN_B, or "
+            "with several seeds --a RUN ... --b RUN ..."
+        )
+    found = [(", ".join(side), _found(side, models=bool(given.config))) for side in asked]
+    seen: set[Path] = set()
+    for run in (run for _, side in found for run in side):
+        if Path(run).resolve() in seen:
+            _refuse(f"{run} is given twice; a run is one seed of one side")
+        seen.add(Path(run).resolve())
+    return dict(found)
+
+
+def _found(patterns: Sequence[str], *, models: bool) -> list[str]:
+    runs: list[str] = []
+    for pattern in patterns:
+        if Path(pattern).exists() or not glob.has_magic(pattern):
+            if Path(pattern).is_file() and not _can_be_run(pattern, models=models):
+                _refuse(f"{pattern} is a file; a run is a folder, such as {Path(pattern).parent}")
+            runs.append(pattern)
+            continue
+        # Path.glob refuses absolute patterns
+        there = sorted(glob.glob(pattern))  # noqa: PTH207
+        fitting = [one for one in there if _can_be_run(one, models=models)]
+        if not fitting:
+            only = " but files, and a run is a folder" if there else ""
+            _refuse(f"nothing fits {pattern}{only}")
+        runs += fitting
+    return runs
+
+
+def _can_be_run(path: str, *, models: bool) -> bool:
+    """Whether it is a folder or, where models are evaluated, a checkpoint."""
+    return Path(path).is_dir() or (models and Path(path).suffix == CHECKPOINT)
+
+
+def _write(report: Report, given: argparse.Namespace) -> None:
+    if given.json is not None:
+        from lrlhf.apps.lab.compare import as_json  # noqa: PLC0415
+        from lrlhf.run.atomic import atomic_write  # noqa: PLC0415
+
+        given.json.parent.mkdir(parents=True, exist_ok=True)
+        told = json.dumps(as_json(report, step=given.step), indent=1, allow_nan=False)
+        with atomic_write(given.json) as handle:
+            handle.write(f"{told}\n".encode())
+    if given.html is not None:
+        from lrlhf.apps.lab.compare.page import write_comparison  # noqa: PLC0415
+
+        write_comparison(report, given.html, step=given.step)
+
+
+def _difference(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no difference above 0")
+    return value
+
+
+def _refuse(text: str) -> NoReturn:
+    raise ConfigError(text)
