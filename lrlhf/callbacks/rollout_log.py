@@ -21,8 +21,8 @@ from lrlhf.callbacks.output_files import (
 from lrlhf.callbacks.reports.rollout_table import render, send, spread
 from lrlhf.modules.contracts import Exportable, ScoresResponses
 from lrlhf.rollout.listener import RolloutListener
+from lrlhf.rollout.records import token_values
 from lrlhf.rollout.storage import rollout_files, rollout_path, save_rollout
-from lrlhf.rollout.token_values import token_values
 from lrlhf.run.atomic import naming
 from lrlhf.run.checkpoints.set_aside import set_aside
 from lrlhf.run.step_numbers import running_step
@@ -46,7 +46,7 @@ class RolloutLog(KeepsArguments, L.Callback, RolloutListener):
     for the folder ``rollouts`` too.
 
     With ``token_values`` some lines have ``tokens``, which `lrlhf inspect` shows in colour: lists
-    with an entry for each of ``token_ids``, see `lrlhf.rollout.token_values`.
+    with an entry for each of ``token_ids``, see `lrlhf.rollout.records`.
 
     Args:
         dirpath: Folder of the file; None: the run folder.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import BinaryIO, NamedTuple
 
-FORMATS = ("PNG", "GIF", "WEBP")
+ANIMATIONS = ("PNG", "GIF", "WEBP")
 """Pillow's names of the formats that are read frame by frame."""
 _UNTIMED = 0.1
 """Seconds of a frame that has no time of its own, as browsers and FFmpeg show it."""

@@ -21,8 +21,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import ExifTags, Image, UnidentifiedImageError
 
-from lrlhf.media.animations import FORMATS as ANIMATIONS
-from lrlhf.media.animations import Animation, animation_of
+from lrlhf.media.animations import ANIMATIONS, Animation, animation_of
 from lrlhf.media.refs import MediaPart, PartOptions, media_name
 
 _REMOTE = ("http://", "https://", "s3://", "gs://", "hf://")

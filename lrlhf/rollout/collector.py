@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -18,9 +19,37 @@ from lrlhf.rollout.engines.engine import RolloutEngine
 from lrlhf.rollout.episodes.scores import scored_episodes, with_turn_rewards
 from lrlhf.rollout.records import plain_json, rollout_records
 from lrlhf.rollout.sampling import Sampling
-from lrlhf.rollout.step_rewards import with_step_rewards
-from lrlhf.rollout.texts import response_texts, response_views
+from lrlhf.rollout.texts import response_texts, response_views, text_ends
 from lrlhf.types import PromptBatch, Rollout
+
+
+def with_step_rewards(
+    rollout: Rollout,
+    prompts: PromptBatch,
+    rewards: RewardResult,
+    texts: Sequence[CompletionText],
+    tokenizer: PreTrainedTokenizerBase,
+) -> Rollout:
+    """Add what rewards found single steps to be worth to what environments gave for turns.
+
+    Args:
+        rollout: Responses, rows of one prompt consecutive.
+        prompts: The unique prompts.
+        rewards: Of the responses.
+        texts: Of the responses, as the rewards read them.
+        tokenizer: The policy's.
+    """
+    if rewards.step_rewards is None:
+        return rollout
+    ends = [[step.end for step in steps] for steps in rewards.step_rewards]
+    placed = torch.zeros(rollout.input_ids.shape)
+    columns = text_ends(prompts, rollout, tokenizer, texts, ends)
+    for row, (own, steps) in enumerate(zip(columns, rewards.step_rewards, strict=True)):
+        for column, step in zip(own, steps, strict=True):
+            placed[row, column] += step.value
+    placed = placed.to(rollout.input_ids.device)
+    given = rollout.turn_rewards
+    return replace(rollout, turn_rewards=placed if given is None else given + placed)
 
 
 class Collected(NamedTuple):

@@ -89,7 +89,7 @@ def test_a_policy_that_fills_the_gpu_is_refused(monkeypatch: pytest.MonkeyPatch)
     del kept  # still reserved, and free for what is gathered
     free: Any = torch.cuda.mem_get_info()[0] + 2**28
     engine, tokenizer = TransformersEngine(), SimpleNamespace()
-    module = "lrlhf.rollout.engines.gathering_room.gathered_bytes"
+    module = "lrlhf.rollout.engines.transformers_engine.gathered_bytes"
     monkeypatch.setattr(module, lambda _: int(0.7 * free))
     engine.attach(torch.nn.Linear(1, 1).cuda(), tokenizer)  # type: ignore[arg-type]
     monkeypatch.setattr(module, lambda _: int(0.9 * free))

@@ -78,7 +78,7 @@ def server(
 
 
 @pytest.mark.gpu_lines(
-    "lrlhf.rollout.vllm.leading",
+    "lrlhf.rollout.vllm.server_engine",
     "lrlhf.rollout.vllm.server_engine",
     "lrlhf.rollout.vllm.transfer",
     "lrlhf.rollout.vllm.vllm_base",

@@ -25,7 +25,7 @@ from lrlhf.models import (
 )
 from lrlhf.models.output_head import check_output_head
 from lrlhf.models.value_network import check_causal
-from lrlhf.rollout.engines.generation_batches import trial_prompts
+from lrlhf.rollout.engines.transformers_engine import trial_prompts
 from lrlhf.types import SequenceBatch
 from tests.models.families import _SIZES, llama, right_padded, seeded
 

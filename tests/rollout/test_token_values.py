@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.callbacks import RolloutLog
+from lrlhf.rollout.records import token_values
 from lrlhf.rollout.texts import token_texts
-from lrlhf.rollout.token_values import token_values
 from lrlhf.types import Experience
 from tests.callbacks import fakes
 from tests.callbacks.fakes import ToyPolicy, batches, trainer

@@ -297,7 +297,7 @@ def test_a_split_policy_that_leaves_no_room_is_refused_before_it_generates(
     tokenizer: PreTrainedTokenizerBase,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    module = "lrlhf.rollout.engines.gathering_room"
+    module = "lrlhf.rollout.engines.transformers_engine"
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lrlhf.rollout.engines.generation_batches import trial_prompts
+from lrlhf.rollout.engines.transformers_engine import trial_prompts
 from tests.conftest import build_language_model, build_tokenizer
 
 

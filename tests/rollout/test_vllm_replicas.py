@@ -18,8 +18,7 @@ from lrlhf.rollout import EngineFailure
 from lrlhf.rollout.responses import Response
 from lrlhf.rollout.vllm.client import ServerClient
 from lrlhf.rollout.vllm.dispatch import Targets, respond
-from lrlhf.rollout.vllm.routing import BLOCK, Router
-from lrlhf.rollout.vllm.traffic import Traffic
+from lrlhf.rollout.vllm.fleet import BLOCK, Router, Traffic
 
 # ---------------------------------------------------------------------- routing
 

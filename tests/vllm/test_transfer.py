@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.rollout import EngineFailure, PolicyWeights
-from lrlhf.rollout.engines.adapter_weights import AdapterWeights
-from lrlhf.rollout.engines.policy_weights import compare_fingerprints
+from lrlhf.rollout.engines.policy_weights import AdapterWeights, compare_fingerprints
 from lrlhf.rollout.vllm.support import import_transfer
 from lrlhf.vllm_worker import gloo
 from lrlhf.vllm_worker.fingerprint import Fingerprinted, as_text
@@ -303,7 +302,7 @@ def test_a_broadcast_that_nobody_takes_is_freed_from_another_thread(
     ends: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # as NCCL waits inside a kernel, or before it, until its communicator is given up
-    monkeypatch.setattr("lrlhf.rollout.vllm.breakable_group._LOCK_SECONDS", 0.1)
+    monkeypatch.setattr("lrlhf.rollout.vllm.transfer._LOCK_SECONDS", 0.1)
     inner = Blocking()
     group = ends.BreakableGroup(inner)
     timer = threading.Timer(0.2, group.break_off, [EngineFailure("too late")])

@@ -14,8 +14,7 @@ from PIL import Image
 
 from lrlhf.apps.serve.limits import RequestLimits
 from lrlhf.media import MediaError, MediaOptions, Video, read_image, read_video
-from lrlhf.media.animations import FORMATS as ANIMATIONS
-from lrlhf.media.animations import animation_of
+from lrlhf.media.animations import ANIMATIONS, animation_of
 from lrlhf.media.decode import explained, open_image
 from lrlhf.web.body import RefusedRequestError, malformed
 

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from lrlhf.rewards.function import Completion, RewardError, column_of, completion_text
-from lrlhf.rewards.judge import templates, verdicts
 from lrlhf.rewards.judge.chat_endpoint import Reply
 from lrlhf.rewards.judge.comparisons import REFERENCE, Mode, check_groups, comparisons_of
 from lrlhf.rewards.judge.forms import FormName, verdict_form
 from lrlhf.rewards.judge.questions import Question, Verdict
-from lrlhf.rewards.judge.templates import JudgeTemplate, prompt_text
+from lrlhf.rewards.judge.templates import ABSOLUTE, LISTWISE, JudgeTemplate, prompt_text
+from lrlhf.rewards.judge.verdicts import choice_scores, read_ranking, read_rating, verdict_of
 from lrlhf.rewards.reward_values import shorten
 from lrlhf.types import Prompt
 
-_TEMPLATES = {"absolute": templates.ABSOLUTE, "listwise": templates.LISTWISE}
+_TEMPLATES = {"absolute": ABSOLUTE, "listwise": LISTWISE}
 
 
 @dataclass(frozen=True)
@@ -159,13 +159,13 @@ class Asker:
         if reply is None or not reply.finished:
             return Verdict(None, reply)
         if self._mode == "pairwise":
-            return Verdict(verdicts.choice_scores(self._form.read(reply.text)), reply)
-        verdict = verdicts.verdict_of(reply.text)
+            return Verdict(choice_scores(self._form.read(reply.text)), reply)
+        verdict = verdict_of(reply.text)
         if verdict is None:
             return Verdict(None, reply)
         if self._mode == "absolute":
-            return Verdict(verdicts.read_rating(verdict, self._low, self._high), reply)
-        return Verdict(verdicts.read_ranking(verdict, len(question.order)), reply)
+            return Verdict(read_rating(verdict, self._low, self._high), reply)
+        return Verdict(read_ranking(verdict, len(question.order)), reply)
 
 
 def _reference_text(reference: Any, column: str) -> str:
@@ -183,6 +183,6 @@ def _reference_text(reference: Any, column: str) -> str:
 def columns_asked(options: Mapping[str, Any]) -> Iterable[str]:
     """Return the columns that a judge with these options needs."""
     # built-in templates need none
-    template = options.get("template") or templates.ABSOLUTE
+    template = options.get("template") or ABSOLUTE
     reference = options.get("reference_column")
     return [*JudgeTemplate(template).columns, *([reference] if reference else [])]

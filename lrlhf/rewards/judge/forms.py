@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
-from lrlhf.rewards.judge import templates
+from lrlhf.rewards.judge.templates import ANSWER, DIRECT, PAIRWISE
 from lrlhf.rewards.judge.verdicts import (
     Choice,
     answer_of,
@@ -51,11 +51,11 @@ def _answer(verdict: Choice, shown: Shown, reasoning: str) -> str:
 
 
 FORMS: Mapping[FormName, VerdictForm] = {
-    "line": VerdictForm(templates.PAIRWISE, _line, choice_of, reasoning_before_line),
+    "line": VerdictForm(PAIRWISE, _line, choice_of, reasoning_before_line),
     "direct": VerdictForm(
-        templates.DIRECT, _direct, only_choice_of, reasoning_before_line, writes_reasoning=False
+        DIRECT, _direct, only_choice_of, reasoning_before_line, writes_reasoning=False
     ),
-    "answer": VerdictForm(templates.ANSWER, _answer, read_answer, reasoning_before_answer),
+    "answer": VerdictForm(ANSWER, _answer, read_answer, reasoning_before_answer),
 }
 """``line``: reasoning, then a last line ``Verdict: A``, ``B`` or ``tie``. ``direct``: that alone.
 ``answer``: ``<think>…</think><answer>Image 1 is better</answer>``, as LightRFT's models say it."""

@@ -16,7 +16,6 @@ from lrlhf.rewards.function import (
     RewardError,
     check_positive,
 )
-from lrlhf.rewards.judge import templates
 from lrlhf.rewards.judge.asking import Asker, Batch, columns_asked
 from lrlhf.rewards.judge.chat_endpoint import encode_request
 from lrlhf.rewards.judge.comparisons import Mode
@@ -24,6 +23,7 @@ from lrlhf.rewards.judge.desk import Desk
 from lrlhf.rewards.judge.forms import FormName
 from lrlhf.rewards.judge.questions import Question, Verdict, notes_of, qualities, values_of
 from lrlhf.rewards.judge.reply_cache import ReplyCache
+from lrlhf.rewards.judge.templates import SYSTEM
 from lrlhf.rewards.remote.remote_http import Exchange, RequestRefusedError, ServiceError
 from lrlhf.rewards.remote.remote_protocols import in_base64, png_file
 from lrlhf.rewards.remote.remote_services import Service
@@ -117,7 +117,7 @@ class JudgeReward(CopiesStartAfresh):
         form: FormName = "line",
         rubric: str | None = None,
         template: str | None = None,
-        system: str = templates.SYSTEM,
+        system: str = SYSTEM,
         scale: tuple[float, float] = (1.0, 10.0),
         opponents: int | None = None,
         reference_column: str | None = None,

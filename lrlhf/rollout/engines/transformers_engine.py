@@ -6,11 +6,14 @@ import contextlib
 import logging
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
+import psutil
 import torch
+from jaxtyping import Int
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import (
@@ -21,6 +24,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
 )
+from transformers.cache_utils import DynamicLayer
 
 from lrlhf.media import MediaProcessor
 from lrlhf.models import (
@@ -32,7 +36,8 @@ from lrlhf.models import (
     sequence_logprobs,
 )
 from lrlhf.models.modes import ModelRefusalError, in_trial, refusals, trial
-from lrlhf.models.sharding import gathered, has_split_weights
+from lrlhf.models.sharding import device_of, gathered, gathered_bytes, has_split_weights
+from lrlhf.models.token_budget import memory_of
 from lrlhf.rollout.engines.engine import (
     Capabilities,
     RolloutEngine,
@@ -40,14 +45,246 @@ from lrlhf.rollout.engines.engine import (
     check_seeds,
     pad_token_id,
 )
-from lrlhf.rollout.engines.gathering_room import check_room_to_gather
-from lrlhf.rollout.engines.generation_batches import Way, best_way, parts, trial_prompts
-from lrlhf.rollout.engines.kept_prefixes import KeptPrefixes
 from lrlhf.rollout.engines.prompt_sharing import plain_generation_config, prefill
 from lrlhf.rollout.engines.token_sampler import Ending, TokenSampler
-from lrlhf.rollout.responses import Response, assemble_rollout, continued_prompts
+from lrlhf.rollout.responses import (
+    Response,
+    assemble_rollout,
+    continued_prompts,
+    left_padded,
+    prompt_token_ids,
+    untold_prompts,
+)
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.types import PromptBatch, Rollout
+
+_SHARE_OF_FREE = 0.8
+"""Of the memory that is free, what gathered weights may take; keys and values are beside them."""
+
+
+def check_room_to_gather(policy: nn.Module) -> None:
+    """Refuse to gather a split policy that leaves too little memory for generating with it.
+
+    Raises:
+        ValueError: Its weights take more than `_SHARE_OF_FREE` of what is free.
+    """
+    needed = gathered_bytes(policy)
+    if not needed:
+        return
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    memory = memory_of(device_of(policy))
+    if memory is not None:
+        place, free = "GPU", memory.room()
+    else:
+        place = "main memory for each process"
+        free = psutil.virtual_memory().available // ranks
+    if ranks > 1:  # all go on, or none
+        rooms = [free] * ranks
+        torch.distributed.all_gather_object(rooms, free)
+        free = min(rooms)
+    if needed > _SHARE_OF_FREE * free:
+        raise ValueError(
+            f"TransformersEngine gathers the whole policy on every process to generate, "
+            f"{needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of the {place} are free: "
+            "take engine: VLLMServerEngine, which gets the weights one at a time"
+        )
+
+
+class Batching(Enum):
+    """What may go through a model at the same time, the fastest first."""
+
+    TOGETHER = "batches of any prompts"
+    EQUAL_LENGTHS = "batches of prompts of equal length"
+    """For recurrent states and convolutions that read the padding on the left."""
+    SINGLE = "batches of one response"
+    """For models that mix the rows of a batch."""
+
+
+class Way(NamedTuple):
+    """How responses are generated."""
+
+    shares_prompts: bool = False
+    """Whether a prompt is computed once for all of its responses."""
+    batching: Batching = Batching.TOGETHER
+    exact: bool = True
+    """Whether it gives the log-probabilities of a forward pass."""
+    reason: str | None = None
+    """Why a faster way is not taken, or why none is exact; None: the fastest is."""
+
+
+def parts(
+    lengths: Sequence[int],
+    *,
+    num_generations: int,
+    prompts_at_once: Callable[[], int],
+    batching: Batching,
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Divide the responses to some prompts.
+
+    Args:
+        lengths: Tokens of each prompt.
+        num_generations: Responses to each.
+        prompts_at_once: Says how many at most, each time; a single response ignores it.
+        batching: What may go together.
+
+    Yields:
+        Prompts and responses that go together, by number; as many of each prompt.
+    """
+    if batching is Batching.SINGLE:
+        for response in range(len(lengths) * num_generations):
+            yield [response // num_generations], [response]
+        return
+    groups: dict[int, list[int]] = {}
+    for prompt, length in enumerate(lengths):
+        key = length if batching is Batching.EQUAL_LENGTHS else 0
+        groups.setdefault(key, []).append(prompt)
+    for group in groups.values():
+        while group:
+            most = prompts_at_once()
+            chosen, group = group[:most], group[most:]
+            copies = range(num_generations)
+            yield chosen, [one * num_generations + copy for one in chosen for copy in copies]
+
+
+def best_way(gap_of: Callable[[Way], float], *, limit: float) -> Way:
+    """Find the fastest way that is exact; where none is, the fastest of those that come close.
+
+    Args:
+        gap_of: Mean distance in nats between a way's log-probabilities and a forward pass's.
+        limit: Up to which a way is exact.
+
+    Raises:
+        ModelRefusalError: The model cannot generate at all.
+    """
+    gaps: dict[Way, float] = {}
+    reasons: list[str] = []
+    for way in (Way(shares_prompts=True), *(Way(batching=one) for one in Batching)):
+        try:
+            with refusals():
+                gap = gap_of(way)
+        except ModelRefusalError as error:
+            if not way.shares_prompts:
+                raise
+            reasons.append(f"it refuses a copied cache ({error})")
+            continue
+        # what is not finite is the guard's to report, and no way is better than another
+        gaps[way] = gap if math.isfinite(gap) else math.inf
+        if gap <= limit:
+            break
+        reasons.append(f"log-probabilities were {gap:.2g} nats off on average")
+    best = min(gaps.values())
+    # what helps little need not slow it down
+    way, gap = next((way, gap) for way, gap in gaps.items() if gap <= 2 * best)
+    return way._replace(exact=gap <= limit, reason=reasons[0] if reasons else None)
+
+
+def trial_prompts(model: PreTrainedModel) -> PromptBatch:
+    """Return a few prompts of unequal lengths, padded on the left."""
+    known = len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
+    marks = set(ruled_out_ids(model.config))
+    ids = [token for token in range(min(known, 64)) if token not in marks]
+    ids *= math.ceil(9 / len(ids))  # a toy has fewer
+    return untold_prompts([ids[-6:], ids[-9:-6], ids[-1:]]).to(device_of(model))
+
+
+class Continued(NamedTuple):
+    """Prompts whose beginnings need not be computed again."""
+
+    input_ids: Int[Tensor, "B W"]
+    """What is kept, with gaps where shorter responses ended, then what is new."""
+    mask: Int[Tensor, "B W"]
+    """1 on the tokens of the prompts."""
+    cache: DynamicCache
+    """Of the first columns."""
+
+
+class KeptPrefixes:
+    """What the last turns of several conversations left in a model's cache.
+
+    A turn would otherwise compute all turns before it once more. Only caches of full attention are
+    kept, whose rows may have gaps.
+    """
+
+    def __init__(self) -> None:
+        self._cache: DynamicCache | None = None
+        self._ids = torch.zeros(0, 0, dtype=torch.long)
+        self._mask = torch.zeros(0, 0, dtype=torch.bool)
+        self._prompts: list[int] = []
+        """Tokens of each row's prompt."""
+
+    def keep(
+        self,
+        cache: DynamicCache,
+        sequences: Int[Tensor, "B W"],
+        prompt_mask: Int[Tensor, "B P"],
+        responses: Sequence[Response],
+    ) -> None:
+        """Keep what a call has computed.
+
+        Args:
+            cache: Of all columns but the last ones.
+            sequences: Prompts and responses, as they were generated.
+            prompt_mask: 1 on the tokens of the prompts.
+            responses: What belongs to each row behind its prompt.
+        """
+        self._cache = None
+        if not all(type(layer) is DynamicLayer for layer in cache.layers):
+            return
+        lengths = torch.tensor([len(one.token_ids) for one in responses], device=sequences.device)
+        behind = torch.arange(sequences.shape[1] - prompt_mask.shape[1], device=sequences.device)
+        mask = torch.cat([prompt_mask.bool(), behind < lengths[:, None]], dim=1)
+        columns = cache.get_seq_length()
+        self._cache = cache
+        self._ids, self._mask = sequences[:, :columns], mask[:, :columns]
+        self._prompts = prompt_mask.sum(dim=1).tolist()
+
+    def continued(self, prompts: PromptBatch) -> Continued | None:
+        """Return prompts that go on from what is kept; None: some of them do not.
+
+        What nobody goes on from is dropped.
+        """
+        cache, self._cache = self._cache, None
+        if cache is None:
+            return None
+        kept = [ids[mask] for ids, mask in zip(self._ids, self._mask, strict=True)]
+        rows: list[int] = []
+        lengths, new = [], []
+        for ids in prompt_token_ids(prompts):
+            found = self._find(ids, kept, (rows[-1] + 1) if rows else 0)
+            if found is None:
+                return None
+            row, length = found
+            rows.append(row)
+            lengths.append(length)
+            new.append(ids[length:])
+        chosen = torch.tensor(rows, device=self._ids.device)
+        cache.batch_select_indices(chosen)
+        before = self._mask[chosen]
+        # of a response that was cut, the end is not gone on from
+        before &= before.cumsum(dim=1) <= torch.tensor(lengths, device=before.device)[:, None]
+        ids, mask = left_padded(new)
+        return Continued(
+            torch.cat([self._ids[chosen], ids], dim=1),
+            torch.cat([before, mask], dim=1).long(),
+            cache,
+        )
+
+    def _find(self, ids: Tensor, kept: Sequence[Tensor], first: int) -> tuple[int, int] | None:
+        """Return which row a prompt goes on from, and how many of its tokens."""
+        for row in range(first, len(kept)):
+            if _common(ids, kept[row]) == len(kept[row]):
+                return row, len(kept[row])
+        if first < len(kept) and (common := _common(ids, kept[first])) >= self._prompts[first]:
+            return first, common
+        return None
+
+
+def _common(ids: Tensor, kept: Tensor) -> int:
+    """Count the tokens that two rows begin with alike; one of ``ids`` is left to be computed."""
+    length = min(len(ids) - 1, len(kept))
+    different = (ids[:length] != kept[:length]).nonzero()
+    return int(different[0]) if len(different) else length
+
 
 logger = logging.getLogger(__name__)
 

@@ -29,14 +29,55 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 )
 
 from lrlhf.background import in_background
-from lrlhf.rollout.engines.adapter_weights import AdapterWeights
-from lrlhf.rollout.engines.policy_weights import PolicyWeights
+from lrlhf.rollout.engines.policy_weights import AdapterWeights, PolicyWeights
 from lrlhf.rollout.engines.synced_engine import EngineFailure
-from lrlhf.rollout.vllm.breakable_group import BreakableGroup
 from lrlhf.rollout.vllm.client import ServerClient
 from lrlhf.rollout.vllm.support import free_port
 from lrlhf.vllm_worker.fingerprint import Fingerprinted
 from lrlhf.vllm_worker.gloo import GlooGroup, buckets, open_store, pack, size_of
+
+_LOCK_SECONDS = 5.0
+
+
+class BreakableGroup:
+    """A group that does nothing any more once something went wrong, so that ranks stay in step.
+
+    Args:
+        group: `GlooGroup`, or vLLM's communicator for NCCL.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._lock = threading.Lock()
+        self.failure: Exception | None = None
+
+    def broadcast(self, tensor: Tensor, src: int = 0, **options: Any) -> None:
+        """Send a tensor, unless the group is broken."""
+        with self._lock:
+            if self.failure is not None:
+                return
+            try:
+                self._group.broadcast(tensor, src=src, **options)
+            except RuntimeError as error:
+                if self.failure is None:
+                    self.failure = error
+                    self._group.destroy()
+
+    def break_off(self, reason: Exception) -> None:
+        """Have the other members fail, and whoever waits for them here; from any thread."""
+        first, self.failure = self.failure is None, self.failure or reason
+        # NCCL must not be called while its communicator is given up, but one that waits inside a
+        # broadcast is only freed by that; gloo can be left at any time
+        held = not isinstance(self._group, GlooGroup) and self._lock.acquire(timeout=_LOCK_SECONDS)
+        if first:
+            self._group.destroy()
+        if held:
+            self._lock.release()
+
+    def destroy(self) -> None:
+        """Leave the group."""
+        self.break_off(EngineFailure("the connection for weights was closed"))
+
 
 _BUFFER = 2**28
 _COMMON_STEPS = ("init_weight_transfer_engine", "update_weights")

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lrlhf.media import MediaProcessor
 from lrlhf.models import skeleton_of
-from lrlhf.rollout.engines.adapter_weights import LARGEST_RANK, AdapterWeights
+from lrlhf.rollout.engines.policy_weights import LARGEST_RANK, AdapterWeights
 from lrlhf.rollout.engines.synced_engine import PROBE_RESPONSE, EngineFailure, SyncedEngine
 from lrlhf.rollout.responses import Response
 from lrlhf.rollout.vllm.support import EXTENSION, check_version, is_cpu

@@ -24,7 +24,7 @@ RARE = FaultKind(
     "Almost all rows are in one language, and these are not.",
     "Leave these rows out, or give the model more of the language.",
 )
-_FEWEST_WORDS = 12
+_MIN_WORDS = 12
 """Below which the language of a text is a guess."""
 _LETTERS = 200
 """At the end of a text, of which the language is told."""
@@ -97,7 +97,9 @@ def detector() -> Detector:
     identifier = _identifier()
 
     def language_of(text: str) -> str | None:
-        if len(text.split()) < _FEWEST_WORDS and (text.isascii() or len(text) < 4 * _FEWEST_WORDS):
+        if len(text.split()) < _MIN_WORDS and (
+            text.isascii() or len(text) < 4 * _MIN_WORDS
+        ):
             return None
         name, certainty = identifier.classify(text[-_LETTERS:])
         return str(name) if certainty >= _CERTAIN else None
