@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from lrlhf.models import CausalLM, sequence_logprobs
 from lrlhf.models.modes import trial
-from lrlhf.run.host_memory import keep_host_memory
+from lrlhf.run.supervision.watch import keep_host_memory
 from lrlhf.types import SequenceBatch
 
 BATCHES = 3

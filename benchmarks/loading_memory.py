@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lrlhf.models import CausalLM
-from lrlhf.models.loading.unread import CHECKS, reading
+from lrlhf.models.loading.deferred_weights import CHECKS, reading
 from lrlhf.models.sharding import own_part
 from lrlhf.strategies import FSDP2
 

@@ -21,7 +21,7 @@ _HELP = {
     "compare": "lrlhf.apps.lab.compare_command",
     "generate": "lrlhf.cli.generate_command",
     "inspect": "lrlhf.apps.lab.inspect_command",
-    "serve-policy": "lrlhf.apps.serve.serve_policy_command",
+    "serve-policy": "lrlhf.apps.serve.policy_service",
 }
 """Commands whose options are known without importing torch."""
 

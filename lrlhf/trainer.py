@@ -22,7 +22,7 @@ from lrlhf.callbacks import (
     RolloutLog,
     RunReport,
 )
-from lrlhf.callbacks.checkpoints.last_checkpoint import find_newest
+from lrlhf.callbacks.checkpoints.rl_checkpoint import find_newest
 from lrlhf.loggers import ResumingCSVLogger
 from lrlhf.modules.contracts import (
     Exportable,
@@ -32,7 +32,7 @@ from lrlhf.modules.contracts import (
 )
 from lrlhf.run.quiet_output import quiet
 from lrlhf.run.run_folder import WritesToRunFolder, refuse_remote
-from lrlhf.run.supervision.interrupts import ReusableTrainer
+from lrlhf.run.supervision.signals import ReusableTrainer
 
 GPU_PRECISION: Final = "bf16-mixed"
 """Of runs on a GPU with bfloat16 that name no precision."""

@@ -32,7 +32,7 @@ from lrlhf.modules import RLOO, Reference, Teacher, Update
 from lrlhf.rewards import ExactMatch, Rewards
 from lrlhf.rollout import Sampling
 from lrlhf.run.quiet_output import quiet
-from lrlhf.run.supervision.interrupts import Interrupted
+from lrlhf.run.supervision.signals import Interrupted
 from lrlhf.strategies import FSDP2
 from lrlhf.trainer import default_precision
 

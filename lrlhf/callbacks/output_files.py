@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from lrlhf.run.atomic import atomic_folder, atomic_write
-from lrlhf.run.folder_lock import hold_folder
-from lrlhf.run.run_folder import HasRunFolder, is_trial, run_folder
+from lrlhf.run.run_folder import HasRunFolder, hold_folder, is_trial, run_folder
 
 __all__ = [
     "atomic_folder",

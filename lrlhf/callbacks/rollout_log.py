@@ -25,7 +25,7 @@ from lrlhf.rollout.records import token_values
 from lrlhf.rollout.storage import rollout_files, rollout_path, save_rollout
 from lrlhf.run.atomic import naming
 from lrlhf.run.checkpoints.set_aside import set_aside
-from lrlhf.run.step_numbers import running_step
+from lrlhf.run.seeding import running_step
 from lrlhf.types import Experience
 
 _TABLE = "rollout/samples"

@@ -11,13 +11,7 @@ import lightning as L
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 
-import lrlhf.callbacks
-import lrlhf.datamodules
-import lrlhf.loggers
-import lrlhf.modules
-import lrlhf.rewards
-import lrlhf.rollout  # noqa: F401  classes that are imported can be named by their short names
-from lrlhf.cli.batch_limits import read_whole_numbers_as_such
+from lrlhf import callbacks, datamodules, loggers, modules, rewards, rollout
 from lrlhf.cli.cheap_parts import CheapParts
 from lrlhf.cli.config_files import config_arguments, is_inline, read_config_files
 from lrlhf.cli.evaluation import (
@@ -31,8 +25,7 @@ from lrlhf.cli.messages.causes import Progress, blaming_user
 from lrlhf.cli.messages.endings import how_to_continue
 from lrlhf.cli.messages.errors import ConfigError, UserError, hint
 from lrlhf.cli.model_flags import names_policy, without_policy
-from lrlhf.cli.null_values import refuse_nulls
-from lrlhf.cli.parser import Parser
+from lrlhf.cli.parser import Parser, read_whole_numbers_as_such, refuse_nulls
 from lrlhf.cli.replay_command import show_replay
 from lrlhf.cli.saved_config import SaveConfig, hide_hyperparameters
 from lrlhf.foreign_files import TRUST_FLAG
@@ -44,6 +37,10 @@ from lrlhf.run.split_models import ReadsParts
 from lrlhf.run.supervision.signals import answering_sigterm
 from lrlhf.trainer import Trainer
 
+# classes that are imported can be named by their short names
+for _package in (callbacks, datamodules, loggers, modules, rewards, rollout):
+    for _name in _package.__all__:
+        getattr(_package, _name)
 _CHECKPOINT_WORDS = {"last", "best", "hpc"}
 
 

@@ -48,7 +48,7 @@ COMMANDS = {
     "fit": Command("train a reward model or a policy", _FIT),
     "launch": Command(
         "run fit on a Ray cluster, with rollout replicas and reward workers",
-        "lrlhf.apps.cluster.launch_command:Launcher",
+        "lrlhf.apps.cluster.launch:Launcher",
     ),
     "check": Command(
         "look for mistakes in a config and its data, without loading weights",
@@ -108,7 +108,7 @@ COMMANDS = {
     ),
     "serve-policy": Command(
         "serve a checkpoint or model to agents over HTTP",
-        "lrlhf.apps.serve.serve_policy_command:serve_policy",
+        "lrlhf.apps.serve.policy_service:serve_policy",
         Takes.OPTIONS,
     ),
 }

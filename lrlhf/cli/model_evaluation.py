@@ -19,8 +19,8 @@ from lrlhf.cli.config_files import (
     is_inline,
     read_config_files,
 )
+from lrlhf.cli.early_checks import options_of
 from lrlhf.cli.messages.errors import ConfigError
-from lrlhf.cli.source_signatures import options_of
 from lrlhf.secrets import safe
 
 CHECKPOINT = ".ckpt"

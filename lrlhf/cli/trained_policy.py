@@ -14,7 +14,7 @@ import torch
 from jsonargparse import ArgumentError
 from torch import nn
 
-from lrlhf.cli.checkpoint_weights import fill
+from lrlhf.cli.export_command import fill
 from lrlhf.cli.messages.errors import ConfigError
 from lrlhf.cli.parser import Parser
 from lrlhf.foreign_files import read_yaml, refuse_foreign_code

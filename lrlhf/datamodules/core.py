@@ -13,7 +13,6 @@ import lightning as L
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.datamodules.loading.fetching import Fetching
 from lrlhf.datamodules.loading.loader import (
     CHANGES,
     Companion,
@@ -26,12 +25,19 @@ from lrlhf.datamodules.loading.sources import (
     Component,
     Data,
     Entries,
+    Fetching,
     Weighted,
     components_of,
     entries_of,
 )
-from lrlhf.datamodules.loading.split_checks import described, refuse_other_rows
-from lrlhf.datamodules.loading.splits import FirstRows, Located, Split, Splits
+from lrlhf.datamodules.loading.splits import (
+    FirstRows,
+    Located,
+    Split,
+    Splits,
+    described,
+    refuse_other_rows,
+)
 from lrlhf.datamodules.loading.validation import (
     NamedSet,
     Validation,

@@ -17,13 +17,17 @@ from lrlhf.datamodules.loading.splits import Split
 from lrlhf.datamodules.loading.validation import Validation, title_of
 from lrlhf.datamodules.row_kind import RowKind
 from lrlhf.datamodules.rows.bad_rows import BadDataError
-from lrlhf.datamodules.rows.chat import ChatFormat
+from lrlhf.datamodules.rows.chat import ChatFormat, Endings
 from lrlhf.datamodules.rows.collate import PairRow, collate_pairs, with_place
 from lrlhf.datamodules.rows.media_rows import MediaReader
-from lrlhf.datamodules.rows.preference_labels import LabelReader, MarginReader
-from lrlhf.datamodules.rows.preference_rows import PairDraft, PreferenceParser, tokenize_pairs
+from lrlhf.datamodules.rows.preference_rows import (
+    LabelReader,
+    MarginReader,
+    PairDraft,
+    PreferenceParser,
+    tokenize_pairs,
+)
 from lrlhf.datamodules.rows.prompt_rows import PromptTemplate
-from lrlhf.datamodules.rows.tokenizing import Endings
 from lrlhf.datamodules.text import TextDataModule, of_module
 from lrlhf.types import PreferenceBatch
 

@@ -20,6 +20,7 @@ from lrlhf.datamodules.loading.splits import Split
 from lrlhf.datamodules.loading.validation import Validation
 from lrlhf.datamodules.row_kind import RowKind
 from lrlhf.datamodules.rows.bad_rows import BadRow
+from lrlhf.datamodules.rows.chat import tokenize_prompts
 from lrlhf.datamodules.rows.collate import PromptRow, collate_prompts, with_place
 from lrlhf.datamodules.rows.media_rows import Unread
 from lrlhf.datamodules.rows.prompt_rows import (
@@ -29,7 +30,6 @@ from lrlhf.datamodules.rows.prompt_rows import (
     PromptParser,
     PromptTemplate,
 )
-from lrlhf.datamodules.rows.tokenizing import tokenize_prompts
 from lrlhf.datamodules.text import TextDataModule
 from lrlhf.types import PromptBatch
 

@@ -16,7 +16,7 @@ from lrlhf.datamodules.loading.splits import Located, Split
 from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, BadRows, lost_notes
 from lrlhf.datamodules.rows.conservation import Conservation, Reached
 from lrlhf.models import is_split
-from lrlhf.models.template_constants import TemplateConstants
+from lrlhf.models.chat_templates import TemplateConstants
 
 DraftT = TypeVar("DraftT")
 RowT = TypeVar("RowT")

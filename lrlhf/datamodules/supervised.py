@@ -11,6 +11,7 @@ import lightning as L
 from lrlhf.datamodules.loading.sources import Data
 from lrlhf.datamodules.loading.validation import Validation
 from lrlhf.datamodules.row_kind import RowKind
+from lrlhf.datamodules.rows.chat import Endings
 from lrlhf.datamodules.rows.supervised_rows import (
     LossOn,
     SupervisedDraft,
@@ -19,7 +20,6 @@ from lrlhf.datamodules.rows.supervised_rows import (
     collate_supervised,
     tokenize_supervised,
 )
-from lrlhf.datamodules.rows.tokenizing import Endings
 from lrlhf.datamodules.text import TextDataModule, of_module
 from lrlhf.types import SupervisedBatch
 

@@ -1,23 +1,30 @@
 """What a policy talks to over several turns: environments, and tools that it can call."""
 
-from lrlhf.environments.settings import Episodes
-from lrlhf.environments.text_environment import TextEnvironment
-from lrlhf.environments.tool_call_formats import (
-    TOOL_CALL_FORMATS,
-    RegexCalls,
-    detect_format,
-    tool_call_format,
-)
-from lrlhf.environments.tool_calls import MalformedCall, ToolCall, ToolCallFormat
-from lrlhf.environments.tools import (
-    NamedTool,
-    Tool,
-    ToolArgumentsError,
-    result_text,
-    tools_by_name,
-    tools_of,
-    tools_of_functions,
-)
+from typing import TYPE_CHECKING
+
+from lrlhf.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from lrlhf.environments.settings import Episodes
+    from lrlhf.environments.text_environment import TextEnvironment
+    from lrlhf.environments.tool_call_formats import (
+        TOOL_CALL_FORMATS,
+        RegexCalls,
+        detect_format,
+        tool_call_format,
+    )
+    from lrlhf.environments.tool_calls import MalformedCall, ToolCall, ToolCallFormat
+    from lrlhf.environments.tools import (
+        NamedTool,
+        Tool,
+        ToolArgumentsError,
+        result_text,
+        tools_by_name,
+        tools_of,
+        tools_of_functions,
+    )
+else:
+    __getattr__ = lazy_exports(__name__)
 
 __all__ = [
     "TOOL_CALL_FORMATS",

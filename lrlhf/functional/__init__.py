@@ -1,76 +1,83 @@
 """The maths: tensors in, tensors out, without state, files or communication."""
 
-from lrlhf.functional.advantages import (
-    AdvantagesAndReturns,
-    discounted_returns,
-    generalized_advantages,
-    group_mean_advantages,
-    group_normalized_advantages,
-    has_baseline,
-    leave_one_out_advantages,
-)
-from lrlhf.functional.algorithm import (
-    Algorithm,
-    Estimator,
-    EstimatorInputs,
-    PolicyLoss,
-    counted_scores,
-    penalized_scores,
-    returns_to_go,
-    spread_over_tokens,
-    token_rewards,
-)
-from lrlhf.functional.algorithms import (
-    ALGORITHMS,
-    ESTIMATORS,
-    POLICY_LOSSES,
-    resolve_algorithm,
-    resolve_estimator,
-    resolve_policy_loss,
-)
-from lrlhf.functional.algorithms.cispo import cispo_policy_loss
-from lrlhf.functional.algorithms.cpgd import cpgd_policy_loss
-from lrlhf.functional.algorithms.gmpo import geometric_mean_policy_loss
-from lrlhf.functional.distillation import generalized_jsd, teacher_advantages
-from lrlhf.functional.importance import IMPORTANCE_MODES, ImportanceMode, importance_weights
-from lrlhf.functional.kl import adaptive_kl_coef, kl_estimate, shape_rewards
-from lrlhf.functional.linear_logprobs import LinearHead
-from lrlhf.functional.logprobs import (
-    LogprobsAndEntropy,
-    TokenStatistics,
-    token_logprobs,
-    token_statistics,
-)
-from lrlhf.functional.masking import masked_mean, masked_sum, standardize, whiten
-from lrlhf.functional.policy import (
-    ClipFractions,
-    PolicyMetrics,
-    aggregate,
-    clip_fractions,
-    clipped_policy_loss,
-    high_entropy_mask,
-    importance_weighted_policy_loss,
-    policy_metrics,
-    sequence_clipped_policy_loss,
-    sequence_ratio,
-)
-from lrlhf.functional.preference import (
-    PREFERENCE_LOSSES,
-    PreferenceLoss,
-    hinge_loss,
-    implicit_rewards,
-    ipo_loss,
-)
-from lrlhf.functional.reward import (
-    bradley_terry_loss,
-    center_penalty,
-    hps_loss,
-    log_exp_loss,
-    tie_loss,
-)
-from lrlhf.functional.supervised import TOKEN_LOSSES, dft_loss, nll_loss
-from lrlhf.functional.turns import spread_over_turns, turn_ends, turn_numbers, turn_sums
-from lrlhf.functional.value_loss import clipped_value_loss
+from typing import TYPE_CHECKING
+
+from lrlhf.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from lrlhf.functional.advantages import (
+        AdvantagesAndReturns,
+        discounted_returns,
+        generalized_advantages,
+        group_mean_advantages,
+        group_normalized_advantages,
+        has_baseline,
+        leave_one_out_advantages,
+    )
+    from lrlhf.functional.algorithm import (
+        Algorithm,
+        Estimator,
+        EstimatorInputs,
+        PolicyLoss,
+        counted_scores,
+        penalized_scores,
+        returns_to_go,
+        spread_over_tokens,
+        token_rewards,
+    )
+    from lrlhf.functional.algorithms import (
+        ALGORITHMS,
+        ESTIMATORS,
+        POLICY_LOSSES,
+        resolve_algorithm,
+        resolve_estimator,
+        resolve_policy_loss,
+    )
+    from lrlhf.functional.algorithms.cispo import cispo_policy_loss
+    from lrlhf.functional.algorithms.cpgd import cpgd_policy_loss
+    from lrlhf.functional.algorithms.gmpo import geometric_mean_policy_loss
+    from lrlhf.functional.distillation import generalized_jsd, teacher_advantages
+    from lrlhf.functional.importance import IMPORTANCE_MODES, ImportanceMode, importance_weights
+    from lrlhf.functional.kl import adaptive_kl_coef, kl_estimate, shape_rewards
+    from lrlhf.functional.linear_logprobs import LinearHead
+    from lrlhf.functional.logprobs import (
+        LogprobsAndEntropy,
+        TokenStatistics,
+        token_logprobs,
+        token_statistics,
+    )
+    from lrlhf.functional.masking import masked_mean, masked_sum, standardize, whiten
+    from lrlhf.functional.policy import (
+        ClipFractions,
+        PolicyMetrics,
+        aggregate,
+        clip_fractions,
+        clipped_policy_loss,
+        high_entropy_mask,
+        importance_weighted_policy_loss,
+        policy_metrics,
+        sequence_clipped_policy_loss,
+        sequence_ratio,
+    )
+    from lrlhf.functional.preference import (
+        PREFERENCE_LOSSES,
+        PreferenceLoss,
+        hinge_loss,
+        implicit_rewards,
+        ipo_loss,
+    )
+    from lrlhf.functional.reward import (
+        bradley_terry_loss,
+        center_penalty,
+        hps_loss,
+        log_exp_loss,
+        tie_loss,
+    )
+    from lrlhf.functional.supervised import TOKEN_LOSSES, dft_loss, nll_loss
+    from lrlhf.functional.turns import spread_over_turns, turn_ends, turn_numbers, turn_sums
+    from lrlhf.functional.value_loss import clipped_value_loss
+else:
+    __getattr__ = lazy_exports(__name__)
 
 __all__ = [
     "ALGORITHMS",

@@ -26,7 +26,7 @@ from lrlhf.guard.bundle import NotADumpError, StepBundle, read_bundle, write_bun
 from lrlhf.run import Collectives
 from lrlhf.run.atomic import check_room, place_folder, recover_folder, remove
 from lrlhf.run.checkpoints.checkpoint_reader import read_checkpoint
-from lrlhf.run.step_numbers import running_step
+from lrlhf.run.seeding import running_step
 
 FORMAT = "lrlhf-dump-4"
 ANOMALY_FILE, CONFIG_FILE, RECORDS_FILE = "anomaly.json", "config.yaml", "records.jsonl"
@@ -41,7 +41,7 @@ class Dump:
 
     Attributes:
         folder: Where.
-        step: Its number, see `lrlhf.run.step_numbers.running_step`.
+        step: Its number, see `lrlhf.run.seeding.running_step`.
         anomalies: What was found.
         precision: That the run computed in, as the trainer spells it.
         device: Kind of device that it computed on.

@@ -17,7 +17,7 @@ from lrlhf.guard.dump import replay_command, write_dump
 from lrlhf.guard.guard_settings import Guard, TrainingDivergedError
 from lrlhf.run import Collectives
 from lrlhf.run.run_folder import run_folder
-from lrlhf.run.step_numbers import running_step
+from lrlhf.run.seeding import running_step
 
 _logger = logging.getLogger(__name__)
 

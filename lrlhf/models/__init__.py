@@ -1,79 +1,101 @@
 """How a policy, a reference and a reward model come to be, and what they say about tokens."""
 
-from lrlhf.models.backbone import allow_packing, hidden_states, packs
-from lrlhf.models.compiling import compile_layers, is_compiled
-from lrlhf.models.experts import check_has_experts
-from lrlhf.models.heads import HeadConfig, HeadKind, ValueHead
-from lrlhf.models.loading.adapters import LoRA
-from lrlhf.models.loading.export import (
-    CheckpointNames,
-    check_mergeable,
-    merged_state_dict,
-    merged_weights,
-    save_model,
-    skeleton_of,
-    unmergeable,
-)
-from lrlhf.models.loading.model_sources import SourceError, cache_dir, load_config, resolve_source
-from lrlhf.models.loading.pretrained import CausalLM, PretrainedSpec
-from lrlhf.models.loading.special_tokens import (
-    TEMPLATE_ERRORS,
-    is_split,
-    reader_of,
-    readers_of,
-    rejoined,
-    special_tokens,
-    split_messages,
-    split_text,
-    unsplit,
-    unsplit_places,
-)
-from lrlhf.models.loading.tokenization import (
-    declared_ends,
-    eos_token_ids,
-    load_processor,
-    load_tokenizer,
-    stop_at,
-)
-from lrlhf.models.media_inputs import (
-    backbone_inputs,
-    check_media,
-    forget_offsets,
-    looking_once,
-    media_modules,
-    numbers_media,
-    placeholder_ids,
-    repeat_offsets,
-    ruled_out_ids,
-)
-from lrlhf.models.modes import evaluating
-from lrlhf.models.output_head import check_output_head, is_tied, plain_model
-from lrlhf.models.reference import ReferencePolicy, frozen_reference
-from lrlhf.models.reward_network import RewardNetwork, ScoreModel
-from lrlhf.models.scorers import HeadedBackbone, StockClassifier
-from lrlhf.models.step_model import (
-    STEP_SEPARATOR,
-    StepModel,
-    joined_steps,
-    prepare_step_model,
-    step_logits,
-)
-from lrlhf.models.text_limits import (
-    TextLimits,
-    context_length,
-    context_of,
-    fit_padding,
-    limits_of,
-)
-from lrlhf.models.token_budget import TokenBudget
-from lrlhf.models.token_logprobs import (
-    SequenceOutputs,
-    said_tokens,
-    sequence_logprobs,
-    sequence_outputs,
-    sequence_values,
-)
-from lrlhf.models.value_network import ValueModel, ValueNetwork, new_value_head
+from typing import TYPE_CHECKING
+
+from lrlhf.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from lrlhf.models.backbone import allow_packing, hidden_states, packs
+    from lrlhf.models.experts import check_has_experts
+    from lrlhf.models.heads import (
+        HeadConfig,
+        HeadKind,
+        ValueHead,
+        check_output_head,
+        is_tied,
+        plain_model,
+    )
+    from lrlhf.models.loading.adapters import LoRA
+    from lrlhf.models.loading.export import (
+        CheckpointNames,
+        check_mergeable,
+        merged_state_dict,
+        merged_weights,
+        save_model,
+        skeleton_of,
+        unmergeable,
+    )
+    from lrlhf.models.loading.model_sources import (
+        SourceError,
+        cache_dir,
+        load_config,
+        resolve_source,
+    )
+    from lrlhf.models.loading.pretrained import (
+        CausalLM,
+        PretrainedSpec,
+        compile_layers,
+        is_compiled,
+    )
+    from lrlhf.models.loading.special_tokens import (
+        TEMPLATE_ERRORS,
+        is_split,
+        reader_of,
+        readers_of,
+        rejoined,
+        special_tokens,
+        split_messages,
+        split_text,
+        unsplit,
+        unsplit_places,
+    )
+    from lrlhf.models.loading.tokenization import (
+        declared_ends,
+        eos_token_ids,
+        load_processor,
+        load_tokenizer,
+        stop_at,
+    )
+    from lrlhf.models.media_inputs import (
+        backbone_inputs,
+        check_media,
+        forget_offsets,
+        looking_once,
+        media_modules,
+        numbers_media,
+        placeholder_ids,
+        repeat_offsets,
+        ruled_out_ids,
+    )
+    from lrlhf.models.modes import evaluating
+    from lrlhf.models.reference import ReferencePolicy, frozen_reference
+    from lrlhf.models.reward_network import RewardNetwork, ScoreModel
+    from lrlhf.models.scorers import HeadedBackbone, StockClassifier
+    from lrlhf.models.step_model import (
+        STEP_SEPARATOR,
+        StepModel,
+        joined_steps,
+        prepare_step_model,
+        step_logits,
+    )
+    from lrlhf.models.text_limits import (
+        TextLimits,
+        context_length,
+        context_of,
+        fit_padding,
+        limits_of,
+    )
+    from lrlhf.models.token_budget import TokenBudget
+    from lrlhf.models.token_logprobs import (
+        SequenceOutputs,
+        said_tokens,
+        sequence_logprobs,
+        sequence_outputs,
+        sequence_values,
+    )
+    from lrlhf.models.value_network import ValueModel, ValueNetwork, new_value_head
+else:
+    __getattr__ = lazy_exports(__name__)
 
 __all__ = [
     "STEP_SEPARATOR",

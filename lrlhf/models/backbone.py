@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
-from lrlhf.models.loading.unread import waits
+from lrlhf.models.heads import body_of, plain_model
+from lrlhf.models.loading.deferred_weights import waits
 from lrlhf.models.media_inputs import (
     backbone_inputs,
     check_media,
@@ -23,9 +24,8 @@ from lrlhf.models.media_inputs import (
     ruled_out_ids,
 )
 from lrlhf.models.modes import ModelRefusalError, evaluating, refusals, trial
-from lrlhf.models.output_head import body_of, plain_model
-from lrlhf.models.packed.compared_attention import COMPARED_ATTENTION, comparing
 from lrlhf.models.packed.packed_attention import (
+    COMPARED_ATTENTION,
     FUNCTIONS,
     KEPT_SDPA,
     PACKED_ATTENTION,
@@ -33,6 +33,7 @@ from lrlhf.models.packed.packed_attention import (
     PACKED_OWN_ATTENTION,
     PACKED_SDPA,
     SEGMENTS,
+    comparing,
     name_flash,
 )
 from lrlhf.models.packed.packing import (

@@ -11,7 +11,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lrlhf.models.output_head import plain_model
+from lrlhf.models.heads import plain_model
 from lrlhf.models.sharding import class_of
 
 

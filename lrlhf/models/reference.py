@@ -16,8 +16,8 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lrlhf.models.loading.deferred_weights import is_unread
 from lrlhf.models.loading.pretrained import CausalLM
-from lrlhf.models.loading.unread import is_unread
 from lrlhf.models.media_inputs import looking_once
 from lrlhf.models.modes import evaluating
 from lrlhf.models.sharding import (

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from lrlhf.models.heads import HeadConfig, HeadKind, Pooling
+from lrlhf.models.loading.deferred_weights import reading
 from lrlhf.models.loading.pretrained import DType, PretrainedSpec
 from lrlhf.models.loading.reward_files import load_backbone, load_scorer, save_scorer
-from lrlhf.models.loading.unread import reading
 from lrlhf.models.scorers import HeadedBackbone, Scorer
 from lrlhf.types import SequenceBatch
 

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lrlhf.models.backbone import HiddenStates, allow_packing, hidden_states
-from lrlhf.models.heads import HeadConfig, RewardHead
-from lrlhf.models.loading.unread import device_for_new, standing_in
+from lrlhf.models.heads import HeadConfig, RewardHead, plain_model
+from lrlhf.models.loading.deferred_weights import device_for_new, standing_in
 from lrlhf.models.media_inputs import media_modules
 from lrlhf.models.modes import trial
-from lrlhf.models.output_head import plain_model
 from lrlhf.models.packed.packing import compact
 from lrlhf.models.sharding import device_of
 from lrlhf.types import SequenceBatch

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from transformers import AutoModelForTokenClassification, PreTrainedModel
 
 from lrlhf.models.backbone import allow_packing, hidden_states
+from lrlhf.models.heads import plain_model
+from lrlhf.models.loading.deferred_weights import waits
 from lrlhf.models.loading.model_sources import load_config
 from lrlhf.models.loading.pretrained import (
     PretrainedSpec,
     finish_for_training,
     load_pretrained,
 )
-from lrlhf.models.loading.unread import waits
 from lrlhf.models.modes import evaluating, trial
-from lrlhf.models.output_head import plain_model
 from lrlhf.models.sharding import device_of, within
 from lrlhf.models.value_network import check_causal
 from lrlhf.types import SequenceBatch

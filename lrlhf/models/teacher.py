@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.functional.distillation import TopRows, WholeRows
+from lrlhf.models.heads import OutputHead, output_head, plain_model
 from lrlhf.models.modes import evaluating
-from lrlhf.models.output_head import OutputHead, output_head, plain_model
 from lrlhf.models.packed.packing import compact, unfold
 from lrlhf.models.reference import ReferencePolicy
 from lrlhf.models.sharding import has_split_weights, within

@@ -10,8 +10,8 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from lrlhf.models.heads import plain_model
 from lrlhf.models.loading.tokenization import pad_within
-from lrlhf.models.output_head import plain_model
 from lrlhf.models.sharding import whole_shape
 
 _AFTER_PADDING = (

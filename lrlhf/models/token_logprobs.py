@@ -15,8 +15,8 @@ from lrlhf.functional.distillation import TeacherRows, TeacherStatistics, compar
 from lrlhf.functional.logprobs import TokenStatistics, token_statistics
 from lrlhf.models.backbone import hidden_states
 from lrlhf.models.experts import load_balancing_loss
+from lrlhf.models.heads import output_head, plain_model
 from lrlhf.models.media_inputs import ruled_out_ids
-from lrlhf.models.output_head import output_head, plain_model
 from lrlhf.models.packed.packing import Compacted, compact
 from lrlhf.models.sharding import within
 from lrlhf.types import SequenceBatch

@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.models.backbone import allow_packing
-from lrlhf.models.heads import HeadConfig, HeadKind, ValueHead
+from lrlhf.models.heads import HeadConfig, HeadKind, ValueHead, plain_model
+from lrlhf.models.loading.deferred_weights import device_for_new, waits
 from lrlhf.models.loading.export import merged_state_dict, save_model
 from lrlhf.models.loading.model_sources import resolve_source
 from lrlhf.models.loading.pretrained import PretrainedSpec
 from lrlhf.models.loading.reward_files import load_backbone, load_scorer
-from lrlhf.models.loading.unread import device_for_new, waits
 from lrlhf.models.modes import evaluating, trial
-from lrlhf.models.output_head import plain_model
 from lrlhf.models.scorers import HeadedBackbone
 from lrlhf.models.sharding import device_of
 from lrlhf.models.token_logprobs import sequence_values

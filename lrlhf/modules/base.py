@@ -19,7 +19,7 @@ from lrlhf.guard.guard_settings import Guard
 from lrlhf.guard.step_guard import StepGuard
 from lrlhf.models import ReferencePolicy, TextLimits, TokenBudget, limits_of
 from lrlhf.models.in_brief import in_brief
-from lrlhf.models.loading.unread import read, reading
+from lrlhf.models.loading.deferred_weights import read, reading
 from lrlhf.models.sharding import load_state
 from lrlhf.modules.checks import (
     prepare_trainer,

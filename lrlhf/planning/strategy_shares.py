@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from lrlhf.models.scorers import blocks_of
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.planning.live_bytes import Usage
-from lrlhf.run.gradient_reduction import reduces_each
+from lrlhf.run.gradient_updates import reduces_each
 
 _FOUR_BIT = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes per weight in nf4 with double quantisation: a scale of 8 bits per 64 weights, and one of
@@ -144,7 +144,7 @@ class Strategy:
         offloads_weights: They are kept in main memory.
         offloads_optimizer: Its states, and weights in full precision, are kept there.
         reduces: Gradients are added up over the ranks with each micro-batch; see
-            `lrlhf.run.gradient_reduction.reduces_each`.
+            `lrlhf.run.gradient_updates.reduces_each`.
         device_size: Bytes of memory of each device; None: not known.
 
     Reference:

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lrlhf.rewards.function import RewardError
-from lrlhf.rewards.function_weights import Score
+from lrlhf.rewards.reward_values import Score
 
 logger = logging.getLogger(__name__)
 

@@ -22,11 +22,15 @@ from lrlhf.rewards.function import (
     RewardFunction,
     did_you_mean,
 )
-from lrlhf.rewards.functions.environment_reward import EnvironmentReward
-from lrlhf.rewards.functions.length_rewards import LengthPenalty, OverlongPenalty, RepetitionPenalty
 from lrlhf.rewards.functions.numeric_answer import NumericAnswer
-from lrlhf.rewards.functions.task_score import ReasoningGymScore
-from lrlhf.rewards.functions.text_rewards import ExactMatch, RegexFormat
+from lrlhf.rewards.functions.task_score import EnvironmentReward, ReasoningGymScore
+from lrlhf.rewards.functions.text_rewards import (
+    ExactMatch,
+    LengthPenalty,
+    OverlongPenalty,
+    RegexFormat,
+    RepetitionPenalty,
+)
 from lrlhf.rewards.functions.verdict_rewards import VerdictCorrect, VerdictFormat
 from lrlhf.rewards.learned import LearnedReward
 from lrlhf.rewards.process import ProcessReward

@@ -34,7 +34,7 @@ from lrlhf.rewards.function import (
     StepValues,
     completion_segments,
 )
-from lrlhf.rewards.learned_rows import (
+from lrlhf.rewards.learned import (
     Row,
     as_text,
     encoded,

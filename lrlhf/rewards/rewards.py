@@ -6,7 +6,8 @@ import copy
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -25,17 +26,10 @@ from lrlhf.rewards.function import (
     RewardError,
     RewardFunction,
     StepReward,
+    did_you_mean,
     first_of,
     with_segments,
 )
-from lrlhf.rewards.function_weights import (
-    Score,
-    check_known,
-    same_weights,
-    weighted_sum,
-    weights_by_label,
-)
-from lrlhf.rewards.inputs import OtherRewards, complete_inputs, in_waves
 from lrlhf.rewards.lookup import (
     BoundFunction,
     NamedFunction,
@@ -43,17 +37,152 @@ from lrlhf.rewards.lookup import (
     chosen_arguments,
     filled_by_python,
     judging_columns,
+    unwrapped,
 )
-from lrlhf.rewards.metric_names import metric_prefixes
 from lrlhf.rewards.reward_values import (
     Journal,
     Logged,
     Returned,
     RewardResult,
+    Score,
+    check_known,
     check_values,
+    same_weights,
     weighted_steps,
+    weighted_sum,
+    weights_by_label,
 )
 from lrlhf.types import Prompt
+
+
+def metric_prefixes(functions: Sequence[BoundFunction]) -> dict[str, str]:
+    """Return what is put before the names of the metrics of each function, often nothing.
+
+    It depends on the functions alone and not on what they log: which of them answer differs between
+    batches and processes, and a name must not change its owner there.
+
+    Args:
+        functions: All that log together.
+
+    Returns:
+        The function's name where another one may log the same: both are of one class, or both are
+        the user's own and take ``log_metric``.
+    """
+    logging = [one for one in functions if _can_log(one.function)]
+    shared = {
+        one.name
+        for one in logging
+        for other in logging
+        if one is not other and _log_alike(one.function, other.function)
+    }
+    return {name: f"{name}/" if name in shared else "" for name, _ in functions}
+
+
+def _can_log(function: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(function).parameters
+    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    return takes_all or "log_metric" in parameters
+
+
+def _log_alike(one: Callable[..., Any], other: Callable[..., Any]) -> bool:
+    one, other = unwrapped(one), unwrapped(other)
+    if isinstance(one, type(other)) or isinstance(other, type(one)):
+        return True
+    return _is_own(one) and _is_own(other)
+
+
+def _is_own(function: Callable[..., Any]) -> bool:
+    """Whether a function is the user's or calls one: nobody knows what such ones log."""
+    if isinstance(function, RewardFunction) and function.forwards_columns:
+        return True
+    return not type(function).__module__.startswith("lrlhf.")
+
+
+Inputs = Mapping[str, Sequence[str]]
+"""Reward name -> names of the rewards whose values it is given."""
+
+
+class OtherRewards(dict[str, list[float | None]]):
+    """What a function is given of other rewards: one value per response under each name."""
+
+    def __missing__(self, name: str) -> list[float | None]:
+        raise RewardError(
+            f"it asks for the values of {name!r}{did_you_mean(name, self)}, and is given those of "
+            f"{', '.join(self) or 'no other reward'}: list that function before it, or name it in "
+            "inputs"
+        )
+
+    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
+        return dict, ({**self},)  # other processes need not have this library
+
+
+def complete_inputs(
+    functions: Sequence[BoundFunction], given: Mapping[str, Sequence[str]]
+) -> dict[str, tuple[str, ...]]:
+    """Return for each function that sees others which ones it sees.
+
+    Args:
+        functions: In the order of the configuration.
+        given: What the user has chosen; who asks by its signature and is not among them sees all
+            that stand before it.
+
+    Raises:
+        ValueError: A name is unknown, a chosen function takes no values of others, or one that
+            needs them has none before it.
+    """
+    names = [name for name, _ in functions]
+    check_known(given, names, "inputs")
+    found: dict[str, tuple[str, ...]] = {}
+    for place, (name, function) in enumerate(functions):
+        parameters = inspect.signature(function).parameters
+        asks = parameters.get(OTHER_REWARDS)
+        if name in given:
+            check_known(given[name], names, f"inputs[{name!r}]")
+            takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+            # with a class of rewards that only says that it leaves the rest alone
+            uses_all = not isinstance(function, RewardFunction) or function.forwards_columns
+            if asks is None and not (takes_all and uses_all):
+                raise ValueError(
+                    f"inputs[{name!r}]: the function has no argument {OTHER_REWARDS!r} that could "
+                    "take the values of other rewards: add it, or drop the entry"
+                )
+            found[name] = tuple(given[name])
+        elif asks is not None and place:
+            found[name] = tuple(names[:place])
+        elif asks is not None and asks.default is asks.empty:
+            raise ValueError(
+                f"reward function {name!r} takes {OTHER_REWARDS!r}, the values of the functions "
+                "before it, and it is the first: list it after them, or name them in inputs (a "
+                "data column of that name needs another one)"
+            )
+    return found
+
+
+def in_waves(names: Sequence[str], inputs: Inputs) -> list[list[int]]:
+    """Order the functions: each wave can be asked at once, after those before it.
+
+    Returns:
+        Positions in ``names``, ascending in each wave.
+
+    Raises:
+        ValueError: Some would have to wait for each other.
+    """
+    sorter = TopologicalSorter({name: inputs.get(name, ()) for name in names})
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        circle = " -> ".join(map(repr, error.args[1]))
+        raise ValueError(
+            f"inputs go in a circle: {circle}; none of these rewards can be computed before the "
+            "others, so take one of the names out"
+        ) from None
+    waves = []
+    while sorter.is_active():
+        ready = sorter.get_ready()
+        sorter.done(*ready)
+        waves.append(sorted(names.index(name) for name in ready))
+    return waves
+
 
 _TIMEOUT_S = 1800.0
 """For functions that may hang; far more than work takes."""
@@ -482,3 +611,78 @@ def as_rewards(given: object) -> Rewards:
     if callable(given) and not hasattr(given, "names"):
         return Rewards([given])
     return cast(Rewards, given)
+
+
+_WINDOW = 100
+"""Responses of which more than half must not have failed: batches may be small, and a single
+accident is no reason to stop."""
+_ENOUGH = 20
+"""Responses that must be known before their share says something."""
+_WHOLE_BATCH = 4
+"""Responses of a call that do not all fail by accident."""
+
+
+class NoRewards(Rewards):
+    """Gives every response the score 0; those whose episode failed have none.
+
+    No function can say how many may fail, as `Rewards.max_unscorable_fraction` does. So it refuses
+    only an environment that is broken: where more than half of the last 100 responses failed, as
+    soon as 20 are known, or all of a call with 4 or more.
+    """
+
+    def __init__(self) -> None:
+        self.names = ()
+        self._functions = []
+        self._failures = Failures(None)
+        self._recent: list[bool] = []
+        """Of the last responses: whether their episodes failed."""
+
+    def beside_a_run(self) -> NoRewards:
+        return NoRewards()
+
+    def score(
+        self,
+        prompts: Sequence[Prompt],
+        *_: Any,
+        limited: bool = True,
+        failed: Mapping[int, str] | None = None,
+        **__: Any,
+    ) -> RewardResult:
+        """See `Rewards.score`.
+
+        Raises:
+            RewardError: Too many episodes failed, and nothing would be learnt from them.
+        """
+        failed = failed or {}
+        scores = torch.zeros(len(prompts))
+        scores[[*failed]] = math.nan
+        failures = []
+        if failed:
+            reason = first_of(failed, f"{len(failed)} episodes failed")
+            failures.append(f"environment: {reason}")
+            self._failures.log(failures[0])
+        if limited:
+            self._note([row in failed for row in range(len(prompts))], failures)
+        return RewardResult(
+            scores=scores,
+            per_function=torch.zeros(len(prompts), 0),
+            names=(),
+            metrics={},
+            extras={},
+            failures=failures,
+            seconds={},
+            turn_weights=torch.zeros(len(prompts)),
+        )
+
+    def _note(self, failed: list[bool], failures: Sequence[str]) -> None:
+        """Count the responses of a call, and look whether too many of the last ones failed."""
+        self._recent = [*self._recent, *failed][-max(_WINDOW, len(failed)) :]
+        recent = self._recent
+        if len(failed) >= _WHOLE_BATCH and all(failed):
+            recent = failed
+        elif not any(failed) or len(recent) < _ENOUGH or 2 * sum(recent) <= len(recent):
+            return
+        raise RewardError(
+            f"{sum(recent)} of the last {len(recent)} episodes failed, and a teacher sees none of "
+            f"them. Repair the environment. First failure of this batch: {failures[0]}"
+        )

@@ -24,12 +24,10 @@ from lrlhf.rewards.function import (
     RewardError,
     check_positive,
 )
-from lrlhf.rewards.judge.asking import Asker, columns_asked
-from lrlhf.rewards.judge.chat_endpoint import Reply
-from lrlhf.rewards.judge.forms import FormName
-from lrlhf.rewards.judge.questions import notes_of, qualities, values_of
-from lrlhf.rewards.judge.templates import SYSTEM, marks_as_text
-from lrlhf.rewards.learned_rows import (
+from lrlhf.rewards.judge.judge_client import Reply
+from lrlhf.rewards.judge.judge_reward import Asker, columns_asked, notes_of, qualities, values_of
+from lrlhf.rewards.judge.verdicts import SYSTEM, FormName, marks_as_text
+from lrlhf.rewards.learned import (
     Row,
     encoded,
     in_place,

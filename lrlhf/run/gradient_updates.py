@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from typing import Protocol, runtime_checkable
+from typing import Final, Literal, Protocol, runtime_checkable
 
 import lightning as L
 import torch
@@ -17,6 +17,8 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from lrlhf.models.token_budget import memory_of
 
 
 class Gradients(Protocol):
@@ -123,3 +125,31 @@ class Updater:
         factor = self._max_grad_norm / (norm + 1e-6)
         if float(factor) < 1.0:
             gradients.scale(factor)
+
+
+_SHARE: Final = 0.25
+"""Of a device's memory that whole gradients may take between micro-batches."""
+
+
+def reduces_each(
+    choice: Literal["auto"] | bool, whole_gradients: int, device_size: int | None
+) -> bool:
+    """Tell whether gradients are added up with each micro-batch, rather than with the last one.
+
+    What is free at a moment plays no part: a run that is resumed has to choose the same again, as
+    two orders of a sum round differently.
+
+    Args:
+        choice: ``auto``: by the sizes.
+        whole_gradients: Bytes of those of one model, on one rank.
+        device_size: Bytes of memory of a rank's device; None: a CPU, or not known.
+    """
+    if choice != "auto":
+        return choice
+    return device_size is not None and whole_gradients > _SHARE * device_size
+
+
+def device_memory(device: torch.device) -> int | None:
+    """Return the bytes of memory that a GPU has in all; None: it is no GPU of CUDA."""
+    memory = memory_of(device)
+    return None if memory is None else memory.size()

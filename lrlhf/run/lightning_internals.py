@@ -37,7 +37,7 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from torch.distributed.constants import default_pg_timeout
 
-from lrlhf.run.step_numbers import model_step
+from lrlhf.run.seeding import model_step
 
 Launcher: TypeAlias = _Launcher
 

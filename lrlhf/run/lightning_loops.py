@@ -21,7 +21,7 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from lrlhf.run.checkpoints.checksums import NotACheckpointError
+from lrlhf.run.checkpoints.checkpoint_reader import NotACheckpointError
 
 # ---------------------------------------------------------------- what a step is
 

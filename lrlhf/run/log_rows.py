@@ -17,9 +17,9 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
-from lrlhf.run.folder_lock import hold_folder
 from lrlhf.run.lightning_internals import forget_last_step, next_log_row, number_log_rows
-from lrlhf.run.step_numbers import LoadedStep
+from lrlhf.run.run_folder import hold_folder
+from lrlhf.run.seeding import LoadedStep
 from lrlhf.run.supervision.signals import Terminated
 
 _KEY = "log_rows"

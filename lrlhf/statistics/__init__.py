@@ -1,12 +1,29 @@
 """Statistics of evaluations: intervals, paired comparisons, and metrics over several samples."""
 
-from lrlhf.statistics.corrected_tests import holm
-from lrlhf.statistics.estimate import Estimate
-from lrlhf.statistics.intervals import MeanInterval, mean_interval
-from lrlhf.statistics.paired import Variances, Wins, paired_difference, variances, wins
-from lrlhf.statistics.repeated_samples import pass_at_k
-from lrlhf.statistics.sample_sizes import detectable_difference, power, prompts_needed, seeds_needed
-from lrlhf.statistics.sign_flips import mean_by_sign_flips
+from typing import TYPE_CHECKING
+
+from lrlhf.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from lrlhf.statistics.intervals import Estimate, MeanInterval, mean_interval
+    from lrlhf.statistics.paired import (
+        Variances,
+        Wins,
+        holm,
+        mean_by_sign_flips,
+        paired_difference,
+        variances,
+        wins,
+    )
+    from lrlhf.statistics.repeated_samples import pass_at_k
+    from lrlhf.statistics.sample_sizes import (
+        detectable_difference,
+        power,
+        prompts_needed,
+        seeds_needed,
+    )
+else:
+    __getattr__ = lazy_exports(__name__)
 
 __all__ = [
     "Estimate",

@@ -93,3 +93,14 @@ def likely_bounds(values: Sequence[float]) -> tuple[float, float] | None:
     if least >= 0 and largest <= 1:
         return 0.0, 1.0
     return (least, largest) if len({*known}) == 2 < len(known) else None
+
+
+class Estimate(NamedTuple):
+    """A mean with its confidence interval, and the test of whether it is zero."""
+
+    value: float
+    low: float
+    """Minus infinity where there are too few values for any interval."""
+    high: float
+    p_value: float
+    """Two-sided; at most 0.05 exactly where a 95 % interval leaves zero out."""

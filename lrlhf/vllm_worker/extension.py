@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from lrlhf.vllm_worker.adapter import ReceivedAdapter, folder_of
 from lrlhf.vllm_worker.fingerprint import Fingerprinted, as_text
-from lrlhf.vllm_worker.model_repair import repair
+from lrlhf.vllm_worker.model_access import ReceivedAdapter, folder_of, repair
 
 TRANSFER_ENGINES = {
     "lrlhf_gloo": "GlooEngine",

@@ -19,10 +19,9 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferUpdateInfo,
 )
 
-from lrlhf.vllm_worker.adapter import ReceivedAdapter
 from lrlhf.vllm_worker.fingerprint import Fingerprinted, as_text
 from lrlhf.vllm_worker.gloo import GlooGroup, buckets, join_store, size_of, unpack
-from lrlhf.vllm_worker.model_repair import forget_broken_update, repair
+from lrlhf.vllm_worker.model_access import ReceivedAdapter, forget_broken_update, repair
 
 
 class Noting:

@@ -15,8 +15,8 @@ import torch
 
 from lrlhf.callbacks import AtomicCheckpointIO, RLCheckpoint
 from lrlhf.run.atomic import atomic_link
+from lrlhf.run.checkpoints.checkpoint_reader import NotACheckpointError, flaw_of
 from lrlhf.run.checkpoints.checkpoint_search import newest_intact
-from lrlhf.run.checkpoints.checksums import NotACheckpointError, flaw_of
 from lrlhf.run.checkpoints.sharded_checkpoint import convert_checkpoint
 from tests.callbacks.fakes import ToyPolicy, batches, trainer
 
@@ -194,7 +194,7 @@ def test_a_kill_before_last_was_led_on_loses_nothing(
         atomic_link(path, target)
 
     with monkeypatch.context() as patched:
-        patched.setattr("lrlhf.callbacks.checkpoints.last_checkpoint.atomic_link", killed)
+        patched.setattr("lrlhf.callbacks.checkpoints.rl_checkpoint.atomic_link", killed)
         with pytest.raises(Killed):
             fit(tmp_path, step + 2)
     killed_at = tmp_path / "ck" / f"step={step:06d}.ckpt"

@@ -28,7 +28,7 @@ from lrlhf.cli.application import Application
 from lrlhf.cli.cheap_parts import CheapParts
 from lrlhf.datamodules import Source
 from lrlhf.models import CausalLM, ScoreModel
-from lrlhf.models.loading.unread import is_unread
+from lrlhf.models.loading.deferred_weights import is_unread
 from lrlhf.modules.policy.batch_plan import Quantity
 from lrlhf.planning.checks import models, run_checks
 from lrlhf.planning.checks.data_rows import check_reward_columns, check_sources

@@ -10,9 +10,9 @@ from PIL import Image
 
 from lrlhf.datamodules import PreferenceDataModule, PromptDataModule
 from lrlhf.datamodules.loading.data_fingerprint import fingerprint
+from lrlhf.datamodules.rows.chat import Text
 from lrlhf.datamodules.rows.collate import PromptRow
 from lrlhf.datamodules.rows.media_rows import Unread
-from lrlhf.datamodules.rows.tokenizing import Text
 from lrlhf.media import MediaRefs
 from tests.conftest import build_tokenizer
 from tests.datamodules.conftest import TOKENIZER, Rows, numbered_prompts

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from lrlhf.datamodules.loading.fetching import Fetching
 from lrlhf.datamodules.loading.loader import EvalLoader, Ranks, TrainLoader
 from lrlhf.datamodules.loading.order import EpochOrder
+from lrlhf.datamodules.loading.sources import Fetching
 
 
 def as_list(rows: Sequence[int]) -> list[int]:

@@ -14,7 +14,7 @@ from lrlhf.media import MediaOptions
 from lrlhf.types import PromptBatch
 from tests.datamodules.conftest import Remembers, WriteRows, resumes_alike
 
-LOADER = "lrlhf.datamodules.loading.fetching"
+LOADER = "lrlhf.datamodules.loading.sources"
 
 
 def rows(folder: Path, count: int) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from PIL import Image
 
 from lrlhf.datamodules.datasets.media_pairs import FORMATS, MediaPairs, exchanged, is_exchanged
 from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow
-from lrlhf.datamodules.rows.preference_labels import LabelReader
+from lrlhf.datamodules.rows.preference_rows import LabelReader
 
 
 def png(shade: int) -> bytes:

@@ -10,8 +10,8 @@ from PIL import Image
 
 from lrlhf.datamodules import BadDataError, SupervisedDataModule, supervised
 from lrlhf.datamodules.rows.bad_rows import BadRow
+from lrlhf.datamodules.rows.chat import tokenize_spans
 from lrlhf.datamodules.rows.collate import moved_mask
-from lrlhf.datamodules.rows.tokenizing import tokenize_spans
 from lrlhf.types import SupervisedBatch
 from tests.conftest import CHAT_TEMPLATE, byte_tokenizer
 from tests.datamodules.conftest import TOKENIZER, Rows, vlm

@@ -19,7 +19,7 @@ from lrlhf.datamodules import (
 )
 from lrlhf.datamodules.rows.bad_rows import BadDataError
 from lrlhf.rewards import JudgeReward, Rewards
-from lrlhf.rewards.judge.templates import SYSTEM
+from lrlhf.rewards.judge.verdicts import SYSTEM
 from tests.datamodules.conftest import TOKENIZER
 from tests.rewards.reward_server import serving
 

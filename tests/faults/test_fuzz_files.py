@@ -19,7 +19,7 @@ from lrlhf.rewards import RewardError, Rewards
 from lrlhf.rollout.storage import load_rollout, save_rollout
 from lrlhf.run.atomic import atomic_folder, remove
 from lrlhf.run.checkpoints.checkpoint_io import AtomicCheckpointIO
-from lrlhf.run.checkpoints.checksums import NotACheckpointError
+from lrlhf.run.checkpoints.checkpoint_reader import NotACheckpointError
 from lrlhf.run.checkpoints.sharded_checkpoint import save_folder
 from lrlhf.types import Rollout
 from tests.faults.fuzz_settings import assert_told, fuzzing

@@ -31,7 +31,7 @@ from lrlhf.datamodules import PromptDataModule
 from lrlhf.functional import token_logprobs
 from lrlhf.models import allow_packing, sequence_logprobs
 from lrlhf.models.backbone import keep_attention
-from lrlhf.models.compiling import compile_layers
+from lrlhf.models.loading.pretrained import compile_layers
 from lrlhf.models.packed import flex
 from lrlhf.models.packed import packed_attention as attention
 from lrlhf.models.packed.packing import compact, find_trees, pack
@@ -216,7 +216,7 @@ def test_it_keeps_less_than_masks_and_copies_of_a_prompt_do(flexed: list[bool]) 
     assert kept[None] < kept["sdpa"]
 
 
-@pytest.mark.gpu_lines("lrlhf.models.packed.flash")
+@pytest.mark.gpu_lines("lrlhf.models.packed.packed_attention")
 def test_flash_attention_is_called_under_its_own_name(flexed: list[bool]) -> None:
     pytest.importorskip("flash_attn")
     model = on_gpu(llama).bfloat16()

@@ -34,7 +34,7 @@ def launched(config: Path, *flags: str, **trainer: Any) -> str:
     return output
 
 
-@pytest.mark.gpu_lines("lrlhf.apps.cluster.launch_command")
+@pytest.mark.gpu_lines("lrlhf.apps.cluster.launch")
 def test_a_trainer_has_the_gpu_that_it_asks_for(model_folder: str, tmp_path: Path) -> None:
     config = write_run(tmp_path / "run", model_folder)
     callbacks = yaml.safe_load(config.read_text())["trainer"]["callbacks"]

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lrlhf.models import CausalLM, evaluating
-from lrlhf.models.loading.unread import is_unread, reading
+from lrlhf.models.loading.deferred_weights import is_unread, reading
 from lrlhf.models.sharding import own_part, settle, within
 from lrlhf.rollout import TransformersEngine
 from lrlhf.strategies import FSDP2

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lrlhf.models import CausalLM
 from lrlhf.run.checkpoints.background_saves import BackgroundSaves
-from lrlhf.run.gradient_reduction import device_memory
+from lrlhf.run.gradient_updates import device_memory
 from tests.distributed.strategy_runs import run
 from tests.distributed.test_strategies import assert_close, ends
 from tests.gpu.memory_ranks import VARIANTS
@@ -45,7 +45,7 @@ def test_copies_for_a_background_save_are_pinned_and_do_not_follow_the_weights()
     saves.close()
 
 
-@pytest.mark.gpu_lines("lrlhf.models.loading.recomputing")
+@pytest.mark.gpu_lines("lrlhf.models.loading.pretrained")
 def test_inputs_of_blocks_leave_the_gpu_until_the_backward_pass(tmp_path: Path) -> None:
     layers, hidden, rows, tokens = 8, 512, 8, 1024
     config = LlamaConfig(

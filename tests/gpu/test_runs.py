@@ -15,7 +15,7 @@ from lrlhf import Trainer
 from lrlhf.callbacks import RLCheckpoint
 from lrlhf.datamodules import PromptDataModule
 from lrlhf.models import TokenBudget
-from lrlhf.models.peak_memory import begin_anew, peak_memory
+from lrlhf.models.token_budget import begin_anew, peak_memory
 from lrlhf.modules import (
     PPO,
     RLOO,
@@ -114,7 +114,7 @@ def test_measured_memory_lets_micro_batches_grow() -> None:
     assert first < found <= total / 4096, "each token took 4 KiB"
 
 
-@pytest.mark.gpu_lines("lrlhf.models.peak_memory")
+@pytest.mark.gpu_lines("lrlhf.models.token_budget")
 def test_a_peak_outlives_what_is_measured_anew() -> None:
     gpu = torch.device("cuda", torch.cuda.current_device())
     held = torch.empty(2**26, device=gpu)
@@ -171,7 +171,7 @@ def test_a_policy_that_sees_trains_as_on_a_cpu(family, ask, accelerator) -> None
     assert_same(here.after, {name: w.cpu() for name, w in there.after.items()}, **CLOSE)
 
 
-@pytest.mark.gpu_lines("lrlhf.rewards.learned_rows")
+@pytest.mark.gpu_lines("lrlhf.rewards.learned")
 def test_a_learned_reward_scores_as_on_a_cpu(reward_model, tmp_path, device) -> None:  # noqa: F811
     folder = tmp_path / "reward"
     reward_model().save_pretrained(folder)

@@ -226,7 +226,7 @@ def test_a_server_that_fails_in_a_push_is_started_again_in_time(
 @pytest.mark.gpu_lines(
     "lrlhf.rollout.vllm.inprocess_engine",
     "lrlhf.rollout.vllm.support",
-    "lrlhf.vllm_worker.model_repair",
+    "lrlhf.vllm_worker.model_access",
 )
 @pytest.mark.vllm
 def test_an_engine_that_slept_has_the_weights_of_the_push_that_woke_it(

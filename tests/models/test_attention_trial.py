@@ -23,7 +23,7 @@ from lrlhf.models import (
     packs,
     sequence_logprobs,
 )
-from lrlhf.models.output_head import check_output_head
+from lrlhf.models.heads import check_output_head
 from lrlhf.models.value_network import check_causal
 from lrlhf.rollout.engines.transformers_engine import trial_prompts
 from lrlhf.types import SequenceBatch

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from lrlhf.models.chat_messages import readable_messages
+from lrlhf.models.chat_templates import readable_messages
 
 PRINTS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 JOINS = "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}"

@@ -22,8 +22,8 @@ from transformers.masking_utils import flash_attention_mask
 
 from lrlhf.models import allow_packing, packs, sequence_logprobs
 from lrlhf.models.backbone import _wants_tour, keep_attention
-from lrlhf.models.packed import flex, tour
-from lrlhf.models.packed.flash import _whole_mask
+from lrlhf.models.packed import flex, packing
+from lrlhf.models.packed.packed_attention import _whole_mask
 from lrlhf.models.packed.packing import compact, find_trees, pack
 from lrlhf.types import SequenceBatch
 from tests.matrices import few_of
@@ -77,7 +77,7 @@ def flexible(model: PreTrainedModel) -> None:
     assert allow_packing(model)
 
 
-def walked(batch: SequenceBatch) -> tour.Tour:
+def walked(batch: SequenceBatch) -> packing.Tour:
     rows = compact(batch.input_ids, batch.attention_mask, batch.forks)
     found = pack(rows, find_trees(rows, batch.group_ids), tour=True).segments.tour
     assert found is not None
@@ -119,7 +119,7 @@ def test_a_token_is_entered_before_all_that_follow_it_and_left_behind_them() -> 
 def test_no_block_that_is_seen_is_left_out_and_no_other_is_taken_as_a_whole(
     tokens: str, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tour, "BLOCK", 4)
+    monkeypatch.setattr(packing, "BLOCK", 4)
     batch = {"forks": FORKS, "groups": BATCH, "many": responses([9, 30], [[8] * 5, [40, 3]])}
     found = walked(batch[tokens])
     mask, count = found.mask(window), len(found.enter)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from lrlhf.functional import LinearHead, token_logprobs
-from lrlhf.models.output_head import OutputHead, check_output_head, output_head, plain_model
+from lrlhf.models.heads import OutputHead, check_output_head, output_head, plain_model
 from lrlhf.models.sharding import within
 from tests.conftest import build_language_model, build_tokenizer
 from tests.models.text_families import tiny_model

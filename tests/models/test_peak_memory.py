@@ -4,7 +4,7 @@ import psutil
 import pytest
 import torch
 
-from lrlhf.models.peak_memory import begin_anew, peak_memory
+from lrlhf.models.token_budget import begin_anew, peak_memory
 
 GPU = torch.device("cuda", 5)
 
@@ -28,7 +28,7 @@ def test_on_a_gpu_a_peak_outlives_what_measures_anew(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", taken.__getitem__)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
-    monkeypatch.setattr("lrlhf.models.peak_memory._BEFORE", {})
+    monkeypatch.setattr("lrlhf.models.token_budget._BEFORE", {})
     assert peak_memory(GPU) == 700
     begin_anew(GPU)
     assert peak_memory(GPU) == 700

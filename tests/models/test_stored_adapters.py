@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from lrlhf.models import CausalLM, LoRA, frozen_reference, sequence_logprobs
+from lrlhf.models.loading.deferred_weights import is_unread, read, reading
 from lrlhf.models.loading.meta import skeleton
-from lrlhf.models.loading.unread import is_unread, read, reading
 from lrlhf.models.teacher import TeacherModel
 from tests.models.families import right_padded
 

@@ -25,7 +25,7 @@ from lrlhf.models import (
     plain_model,
     sequence_logprobs,
 )
-from lrlhf.models.loading.unread import is_unread, read, reading
+from lrlhf.models.loading.deferred_weights import is_unread, read, reading
 from lrlhf.modules import RLOO
 from lrlhf.rewards import Rewards
 from lrlhf.strategies import FSDP2

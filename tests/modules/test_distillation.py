@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.datamodules import PromptDataModule
 from lrlhf.models import CausalLM, LoRA
-from lrlhf.models.loading.unread import is_unread, reading
+from lrlhf.models.loading.deferred_weights import is_unread, reading
 from lrlhf.modules import (
     PPO,
     RLOO,

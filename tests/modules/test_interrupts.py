@@ -23,8 +23,8 @@ from lrlhf.loggers import ResumingCSVLogger
 from lrlhf.modules import RLOO
 from lrlhf.rewards import IsolatedReward, Rewards
 from lrlhf.rollout import RolloutListener
-from lrlhf.run.folder_lock import LOCK_FILE
-from lrlhf.run.supervision.interrupts import Interrupted, ReusableTrainer
+from lrlhf.run.run_folder import LOCK_FILE
+from lrlhf.run.supervision.signals import Interrupted, ReusableTrainer
 from tests.modules.policy_runs import letters, weights
 from tests.modules.reward_runs import ONE_HEAD, loader
 

@@ -14,7 +14,7 @@ from lrlhf.models import CausalLM, LoRA, RewardNetwork, ValueModel
 from lrlhf.modules import PPO, RLOO, RewardModel, TrainingModule
 from lrlhf.rewards import NumericAnswer, RegexFormat, Rewards
 from lrlhf.rollout import Sampling, TransformersEngine
-from lrlhf.run.supervision.interrupts import ReusableTrainer
+from lrlhf.run.supervision.signals import ReusableTrainer
 from tests.modules.policy_runs import assert_same, weights
 
 IDS = torch.tensor([[5, 9, 17, 40, 3]])

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from lrlhf.callbacks import EvalJSONL
-from lrlhf.cli.checkpoint_weights import fill
+from lrlhf.cli.export_command import fill
 from lrlhf.datamodules import PreferenceDataModule, SupervisedDataModule
 from lrlhf.models import CausalLM, LoRA, allow_packing, packs
 from lrlhf.modules import DPO, SFT, Guard, OptimizerConfig, replay_dump

@@ -22,7 +22,7 @@ from transformers import (
 
 from lrlhf.models import RewardNetwork, ScoreModel
 from lrlhf.rewards import LearnedReward, RewardResult, Rewards
-from lrlhf.rewards.learned_rows import plain_template, rendered, text_ids, written
+from lrlhf.rewards.learned import plain_template, rendered, text_ids, written
 from lrlhf.types import SequenceBatch
 from tests.conftest import build_language_model
 

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from lrlhf.rewards import RewardError
-from lrlhf.rewards.no_rewards import NoRewards
+from lrlhf.rewards.rewards import NoRewards
 
 
 def test_failed_episodes_have_no_score_and_are_logged_once(

@@ -34,8 +34,8 @@ from lrlhf.rewards import (
 from lrlhf.rewards import rewards as rewards_module
 from lrlhf.rewards.dispatch import Call, CallTimeoutError, Dispatcher
 from lrlhf.rewards.lookup import bind_functions
-from lrlhf.rewards.metric_names import metric_prefixes
 from lrlhf.rewards.reward_values import Journal
+from lrlhf.rewards.rewards import metric_prefixes
 
 
 def score(rewards: Rewards, count: int = 2, **columns: Sequence[Any]) -> RewardResult:

@@ -13,8 +13,7 @@ from lrlhf.rewards import (
     VerdictCorrect,
     VerdictFormat,
 )
-from lrlhf.rewards.judge.forms import FORMS, verdict_form
-from lrlhf.rewards.judge.verdicts import SWAPPED
+from lrlhf.rewards.judge.verdicts import FORMS, SWAPPED, verdict_form
 from lrlhf.statistics.proportions import Outcomes
 
 ANSWER = "<answer>Image 1 is better</answer>"

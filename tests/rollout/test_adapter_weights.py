@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from lrlhf.models import save_model
 from lrlhf.rollout import PolicyWeights
 from lrlhf.rollout.engines.policy_weights import AdapterWeights
-from lrlhf.vllm_worker.adapter import PREFIX
+from lrlhf.vllm_worker.model_access import PREFIX
 from tests.models.text_families import tiny_model
 
 

@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from lrlhf.models import allow_packing, hidden_states
-from lrlhf.rollout import MicroBatch, micro_batch_rows, minibatches, plan_micro_batches
+from lrlhf.rollout.minibatches import (
+    MicroBatch,
+    micro_batch_rows,
+    minibatches,
+    plan_micro_batches,
+)
 from lrlhf.types import SequenceBatch
 from tests.models.families import llama, seeded
 

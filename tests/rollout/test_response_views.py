@@ -35,8 +35,8 @@ from lrlhf.rewards import (
     completion_segments,
     completion_text,
 )
-from lrlhf.rewards.judge.asking import Asker
-from lrlhf.rewards.learned_rows import written
+from lrlhf.rewards.judge.judge_reward import Asker
+from lrlhf.rewards.learned import written
 from lrlhf.rewards.lookup import BUILTINS
 from lrlhf.rewards.remote.remote_protocols import LightrftProtocol, LrlhfProtocol, Responses
 from lrlhf.rollout import Collected, Collector, Sampling

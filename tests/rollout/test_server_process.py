@@ -16,7 +16,7 @@ import pytest
 from lrlhf import process_guard as guard
 from lrlhf.rollout.vllm import process
 from lrlhf.rollout.vllm.process import ServerProcess, ServerStartError
-from lrlhf.run.supervision import deadlines
+from lrlhf.run.supervision import watch
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -219,7 +219,7 @@ def test_the_guard_finds_the_packages_of_the_trainer(
 
 def test_a_deadline_leaves_the_guard_the_time_it_needs() -> None:
     needs = process.GRACE + guard.LOOK_SECONDS + guard.TRACKER_SECONDS
-    assert needs < deadlines._CHILDREN_S
+    assert needs < watch._CHILDREN_S
 
 
 def test_shared_memory_of_killed_processes_is_removed(fake: Fake) -> None:

@@ -170,7 +170,7 @@ def option(command: list[str], name: str) -> str:
                 "load-format": "dummy",
                 "logprobs-mode": "processed_logprobs",
                 "generation-config": "vllm",
-                "middleware": "lrlhf.vllm_worker.access.TokenGuard",
+                "middleware": "lrlhf.vllm_worker.model_access.TokenGuard",
                 "worker-extension-cls": "lrlhf.vllm_worker.extension.WeightReceiver",
                 "max-num-seqs": "7",
                 "block-size": "64",
@@ -430,7 +430,7 @@ def test_a_url_where_nobody_answers_tells_the_command_without_the_token(
     assert "at http://127.0.0.1:9 for 0.05 s (engine.start_timeout)" in said
     variables = "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 VLLM_API_KEY=TOKEN"
     assert f"\n{variables} python -m vllm.entrypoints" in said
-    assert "--middleware lrlhf.vllm_worker.access.TokenGuard" in said
+    assert "--middleware lrlhf.vllm_worker.model_access.TokenGuard" in said
     assert SECRET not in said
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lrlhf.apps.cluster import launch_command
+from lrlhf.apps.cluster import launch as launch_command
 from lrlhf.apps.cluster.launch import Run
 from lrlhf.cli import run
 

@@ -16,7 +16,7 @@ from lrlhf.datamodules import PreferenceDataModule
 from lrlhf.models import ScoreModel
 from lrlhf.modules import OptimizerConfig, RewardModel
 from lrlhf.run import AtomicCheckpointIO, use_atomic_checkpoints
-from lrlhf.run.checkpoints.checksums import NotACheckpointError
+from lrlhf.run.checkpoints.checkpoint_reader import NotACheckpointError
 from lrlhf.run.checkpoints.sharded_checkpoint import convert_checkpoint
 
 

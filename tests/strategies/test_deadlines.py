@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lrlhf.callbacks import Deadlines
-from lrlhf.run.supervision.deadlines import DeadlineError, PhaseClock, write_stacks
+from lrlhf.run.supervision.watch import DeadlineError, PhaseClock, write_stacks
 from tests.distributed.runs import ROOT, living, running
 from tests.strategies.hanging import run
 

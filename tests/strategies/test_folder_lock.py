@@ -19,8 +19,8 @@ import pytest
 
 from lrlhf.callbacks import EvalJSONL, HFExport, RLCheckpoint, RolloutLog
 from lrlhf.loggers import ResumingCSVLogger
-from lrlhf.run import folder_lock
-from lrlhf.run.folder_lock import FOLDER_WAIT, LOCK_FILE, hold_folder
+from lrlhf.run import run_folder
+from lrlhf.run.run_folder import FOLDER_WAIT, LOCK_FILE, hold_folder
 from tests.callbacks.fakes import ToyPolicy, batches, trainer
 from tests.loggers.runs import Toy
 
@@ -118,7 +118,7 @@ def test_a_run_that_may_wait_takes_a_folder_once_it_is_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(FOLDER_WAIT, "60")
-    monkeypatch.setattr(folder_lock, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(run_folder, "_LOOK_SECONDS", 0.1)
     folder = tmp_path / "ck"
     with run_that_goes_on(tmp_path, saving(folder)) as (_, kill):
         second, ends = trainer(tmp_path / "second"), threading.Timer(0.5, kill)

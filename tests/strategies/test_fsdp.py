@@ -22,7 +22,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from lrlhf.callbacks import EMA, RLCheckpoint
 from lrlhf.datamodules import PromptDataModule
 from lrlhf.models import CausalLM, LoRA, ValueModel
-from lrlhf.models.loading.unread import is_unread, reading
+from lrlhf.models.loading.deferred_weights import is_unread, reading
 from lrlhf.models.sharding import settle, whole
 from lrlhf.modules import PPO, RLOO, Critic, Reference, RewardModel, Update
 from lrlhf.rewards import Rewards

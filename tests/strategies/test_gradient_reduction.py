@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch.distributed.fsdp import FSDPModule
 
-from lrlhf.run.gradient_reduction import reduces_each
+from lrlhf.run.gradient_updates import reduces_each
 from lrlhf.strategies import FSDP2
 from tests.distributed.strategy_runs import MODULES
 from tests.strategies.test_fsdp import assert_close, fit

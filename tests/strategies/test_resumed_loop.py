@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lrlhf.run import count_iterations_as_steps, resume_where_it_stopped
-from lrlhf.run.checkpoints.checksums import NotACheckpointError
+from lrlhf.run.checkpoints.checkpoint_reader import NotACheckpointError
 from lrlhf.run.lightning_loops import NoProgressError
 
 pytestmark = [

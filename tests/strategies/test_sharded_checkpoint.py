@@ -19,12 +19,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from lrlhf.run.atomic import atomic_folder
 from lrlhf.run.checkpoints.checkpoint_reader import (
+    NotACheckpointError,
     StoredTensors,
     is_folder_checkpoint,
     read_checkpoint,
     read_folder,
 )
-from lrlhf.run.checkpoints.checksums import NotACheckpointError
 from lrlhf.run.checkpoints.sharded_checkpoint import convert_checkpoint, save_folder
 
 

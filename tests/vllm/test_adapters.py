@@ -11,7 +11,7 @@ from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.rollout import Sampling, SyncedEngine, VLLMEngine, VLLMServerEngine
-from lrlhf.vllm_worker.adapter import PREFIX
+from lrlhf.vllm_worker.model_access import PREFIX
 from tests.vllm.models import (
     LONG,
     adapter_of,

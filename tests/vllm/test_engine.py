@@ -93,7 +93,7 @@ def test_responses_are_held_to_a_format(
     assert_structured(engine, tokenizer)
 
 
-@pytest.mark.parametrize("broken", ["_reset_caches", "lrlhf.vllm_worker.model_repair._repack"])
+@pytest.mark.parametrize("broken", ["_reset_caches", "lrlhf.vllm_worker.model_access._repack"])
 def test_cached_states_and_a_stale_output_layer_show_in_the_probe(
     engine: VLLMEngine, policy: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:

@@ -20,7 +20,7 @@ from lrlhf.rollout.engines.policy_weights import AdapterWeights, compare_fingerp
 from lrlhf.rollout.vllm.support import import_transfer
 from lrlhf.vllm_worker import gloo
 from lrlhf.vllm_worker.fingerprint import Fingerprinted, as_text
-from lrlhf.vllm_worker.model_repair import forget_broken_update
+from lrlhf.vllm_worker.model_access import forget_broken_update
 from tests.vllm.models import build_policy
 from tests.vllm.workers import Workers
 

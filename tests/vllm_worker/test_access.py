@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from lrlhf.vllm_worker.access import TokenGuard
+from lrlhf.vllm_worker.model_access import TokenGuard
 
 TOKEN = "0123456789abcdef"
 RIGHT = (b"authorization", b"Bearer " + TOKEN.encode())

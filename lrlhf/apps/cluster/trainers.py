@@ -36,7 +36,7 @@ _OTHERS_SECONDS: dict[int, float] = {_REFUSED: 10.0, TERMINATED: 60.0, 0: 1800.0
 """How long trainers may go on when another one has ended with such a status. Those of a refused
 config may wait for each other; that of rank 0 may write what the others have given it."""
 FOLDER_WAIT: Final = "LRLHF_FOLDER_WAIT"
-"""As in `lrlhf.run.folder_lock`, which imports Lightning, and Ray's workers this module."""
+"""As in `lrlhf.run.run_folder`, which imports Lightning, and Ray's workers this module."""
 FOLDER_SECONDS: Final = 180
 """How long a trainer waits for a folder: a file server keeps the lock of a node that was lost."""
 

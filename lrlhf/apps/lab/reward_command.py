@@ -70,8 +70,11 @@ def run_rewards(config: Namespace, build: Callable[[], Rewards]) -> None:
     """
     # not at the top: they bring torch
     from lrlhf.apps.lab.reward_lab.given import given_responses  # noqa: PLC0415
-    from lrlhf.apps.lab.reward_lab.scoring import reads_media, score_responses  # noqa: PLC0415
-    from lrlhf.apps.lab.reward_lab.times import with_times  # noqa: PLC0415
+    from lrlhf.apps.lab.reward_lab.scoring import (  # noqa: PLC0415
+        reads_media,
+        score_responses,
+        with_times,
+    )
     from lrlhf.datamodules.rows.media_rows import MediaReader  # noqa: PLC0415
     from lrlhf.media import MediaOptions  # noqa: PLC0415
     from lrlhf.planning.checks.mistake import MistakeError  # noqa: PLC0415

@@ -15,7 +15,7 @@ from lrlhf.apps.serve.app import RewardService, create_app
 from lrlhf.apps.serve.limits import QueueOptions, RequestLimits
 from lrlhf.apps.serve.scoring import Scorer
 from lrlhf.apps.serve.server import check_exposure, serve
-from lrlhf.rewards.remote.service_token import read_token
+from lrlhf.rewards.remote.service_client import read_token
 
 __all__ = [
     "QueueOptions",

@@ -20,12 +20,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lrlhf.apps.serve.base64_media import PixelRoom
 from lrlhf.apps.serve.batcher import Batcher, Place
 from lrlhf.apps.serve.lightrft import read_lightrft_request
 from lrlhf.apps.serve.limits import QueueOptions, RequestLimits
 from lrlhf.apps.serve.measures import Measures
-from lrlhf.apps.serve.score_request import ScoreRequest, read_score_request
+from lrlhf.apps.serve.score_request import PixelRoom, ScoreRequest, read_score_request
 from lrlhf.apps.serve.scoring import Scorer, Scores, Served
 from lrlhf.rewards import RewardFunction
 from lrlhf.web.body import Body, RefusedRequestError, check_headers, parse_json

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
-from lrlhf.cli.command_parser import command_parser
-from lrlhf.cli.generation_options import add_loading_options
+from lrlhf.cli.command_parser import add_loading_options, command_parser
 from lrlhf.secrets import safe
 
 _COMMANDS = """\

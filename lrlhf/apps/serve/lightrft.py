@@ -8,14 +8,16 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from lrlhf.apps.serve.base64_media import MediaFiles, decoded, kind_of
 from lrlhf.apps.serve.limits import RequestLimits
 from lrlhf.apps.serve.score_request import (
+    MediaFiles,
     ScoreRequest,
     add_media,
     check_keys,
     check_sizes,
+    decoded,
     entries,
+    kind_of,
 )
 from lrlhf.rewards.learned import TextMarks
 from lrlhf.web.body import malformed

@@ -14,8 +14,7 @@ from lrlhf.cli.config_files import read_config_files
 from lrlhf.cli.messages.endings import located
 from lrlhf.cli.messages.errors import ConfigError, ValidationError
 from lrlhf.cli.messages.locations import locate_refusal
-from lrlhf.cli.null_values import options_without_null, refuse_nulls
-from lrlhf.cli.parser import Parser
+from lrlhf.cli.parser import Parser, options_without_null, refuse_nulls
 from lrlhf.rewards import LearnedReward, RewardFunction
 
 _TERMINATED = 128 + signal.SIGTERM

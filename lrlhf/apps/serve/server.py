@@ -14,7 +14,7 @@ import uvicorn
 
 from lrlhf.apps.serve.app import RewardService
 from lrlhf.noted_signals import noted_signals
-from lrlhf.rewards.remote.service_token import DEFAULT_TOKEN_ENV
+from lrlhf.rewards.remote.service_client import DEFAULT_TOKEN_ENV
 from lrlhf.web.connections import KEEP_ALIVE_SECONDS, Connection, Door, room_for
 
 logger = logging.getLogger(__name__)

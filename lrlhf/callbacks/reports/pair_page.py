@@ -14,7 +14,7 @@ from lrlhf.arguments import KeepsArguments
 from lrlhf.callbacks.eval_jsonl import is_evaluation
 from lrlhf.callbacks.output_files import atomic_write, hold_output_folder, output_folder
 from lrlhf.callbacks.reports.pictures import picture
-from lrlhf.run.step_numbers import model_step
+from lrlhf.run.seeding import model_step
 from lrlhf.types import PreferenceBatch
 
 _RIGHT, _WRONG, _OPEN = "#3a8a4d", "#b3261e", "#555555"

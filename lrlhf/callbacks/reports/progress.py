@@ -20,7 +20,7 @@ from lrlhf.callbacks.eval_jsonl import is_evaluation
 from lrlhf.modules.contracts import Exportable, Measured
 from lrlhf.rollout.listener import RolloutListener
 from lrlhf.run.lightning_internals import shows_training
-from lrlhf.run.step_numbers import model_step
+from lrlhf.run.seeding import model_step
 
 _OF_POLICIES = {
     "rollout/score": "score",

@@ -11,13 +11,11 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lrlhf.cli.config_files import ConfigFile, folders_of_own_code
 from lrlhf.cli.messages.causes import explains_itself, raised_in
-from lrlhf.cli.messages.complaints import Complaint, read_complaint
 from lrlhf.cli.messages.errors import ConfigError, UserError, ValidationError
-from lrlhf.cli.messages.locations import locate, locate_refusal
+from lrlhf.cli.messages.locations import Complaint, locate, locate_refusal, read_complaint
 from lrlhf.cli.messages.terminal import say_error as _end
 from lrlhf.planning.checks.mistake import MistakeError, RefusedError
-from lrlhf.run.supervision.interrupts import checkpoint_to_continue
-from lrlhf.run.supervision.signals import Terminated
+from lrlhf.run.supervision.signals import Terminated, checkpoint_to_continue
 
 
 def how_to_continue(trainer: L.Trainer) -> str:

@@ -13,19 +13,17 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.datamodules.loading.fetching import Fetching
 from lrlhf.datamodules.loading.loader import Ranks
 from lrlhf.datamodules.loading.order import EpochOrder, Rows
-from lrlhf.datamodules.loading.sources import Entries, Row
+from lrlhf.datamodules.loading.sources import Entries, Fetching, Row
 from lrlhf.datamodules.row_kind import RowKind
 from lrlhf.datamodules.rows.bad_rows import BadRow
-from lrlhf.datamodules.rows.chat import ChatFormat, read_messages, with_system
+from lrlhf.datamodules.rows.chat import ChatFormat, Text, read_messages, tokenize, with_system
 from lrlhf.datamodules.rows.collate import Candidate, right_padded
 from lrlhf.datamodules.rows.columns import text_of, with_turns
 from lrlhf.datamodules.rows.conservation import Reached
 from lrlhf.datamodules.rows.media_rows import MediaReader, Unread
 from lrlhf.datamodules.rows.prompt_rows import column_or_dialogue
-from lrlhf.datamodules.rows.tokenizing import Text, tokenize
 from lrlhf.datamodules.text import Reader
 from lrlhf.types import PromptBatch, SequenceBatch
 

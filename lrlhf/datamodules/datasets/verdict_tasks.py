@@ -19,12 +19,18 @@ from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, Lost, lost_not
 from lrlhf.datamodules.rows.columns import is_empty, text_of
 from lrlhf.datamodules.rows.conservation import Conservation
 from lrlhf.datamodules.rows.media_rows import KINDS
-from lrlhf.datamodules.rows.preference_labels import LabelReader
+from lrlhf.datamodules.rows.preference_rows import LabelReader
 from lrlhf.datamodules.rows.verdict_rows import JudgedPair, MediaByKind, read_pair
 from lrlhf.rewards import RewardError
-from lrlhf.rewards.judge.forms import FormName, verdict_form
-from lrlhf.rewards.judge.templates import SYSTEM, JudgeTemplate, prompt_text
-from lrlhf.rewards.judge.verdicts import SWAPPED, Choice
+from lrlhf.rewards.judge.verdicts import (
+    SWAPPED,
+    SYSTEM,
+    Choice,
+    FormName,
+    JudgeTemplate,
+    prompt_text,
+    verdict_form,
+)
 
 logger = logging.getLogger(__name__)
 

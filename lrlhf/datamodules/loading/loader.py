@@ -19,8 +19,8 @@ import lightning as L
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from lrlhf.datamodules.loading.data_fingerprint import fingerprint
-from lrlhf.datamodules.loading.fetching import Fetching
 from lrlhf.datamodules.loading.order import Order
+from lrlhf.datamodules.loading.sources import Fetching
 
 logger = logging.getLogger(__name__)
 

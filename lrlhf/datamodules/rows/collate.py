@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lrlhf.datamodules.rows.bad_rows import BadRow
+from lrlhf.datamodules.rows.chat import Mask, Tokens, common_prefix
 from lrlhf.datamodules.rows.media_rows import MediaReader, TokenizedText
-from lrlhf.datamodules.rows.tokenizing import Mask, Tokens, common_prefix
 from lrlhf.types import Media, PreferenceBatch, Prompt, PromptBatch, SequenceBatch
 
 

@@ -24,7 +24,7 @@ from lrlhf.datamodules.rows.chat import LOSS_MARKS, SYSTEM_COLUMNS, THOUGHT_KEYS
 from lrlhf.datamodules.rows.columns import is_empty
 from lrlhf.datamodules.rows.media_rows import KINDS, media_columns
 from lrlhf.models import unsplit
-from lrlhf.models.template_constants import TemplateConstants
+from lrlhf.models.chat_templates import TemplateConstants
 
 DraftT = TypeVar("DraftT")
 At = tuple[str | int, ...]

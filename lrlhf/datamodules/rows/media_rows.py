@@ -17,8 +17,8 @@ from lrlhf.datamodules.loading.path_safety import local_path
 from lrlhf.datamodules.loading.plain_rows import read_structure
 from lrlhf.datamodules.loading.sources import Row
 from lrlhf.datamodules.rows.bad_rows import BadRow
+from lrlhf.datamodules.rows.chat import Text, Tokens
 from lrlhf.datamodules.rows.columns import is_empty
-from lrlhf.datamodules.rows.tokenizing import Text, Tokens
 from lrlhf.media import MediaOptions, MediaProcessor, MediaRefs
 from lrlhf.media.decode import reading_of
 from lrlhf.media.refs import MediaPart, PartOptions

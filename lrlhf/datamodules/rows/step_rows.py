@@ -15,13 +15,19 @@ from transformers import PreTrainedTokenizerBase
 
 from lrlhf.datamodules.loading.sources import Row
 from lrlhf.datamodules.rows.bad_rows import BadRow, missing_column
-from lrlhf.datamodules.rows.chat import ChatFormat, read_messages, with_system
+from lrlhf.datamodules.rows.chat import (
+    ChatFormat,
+    Text,
+    read_messages,
+    tokenize,
+    tokenize_prompts,
+    with_system,
+)
 from lrlhf.datamodules.rows.collate import padded
 from lrlhf.datamodules.rows.columns import structure_of, text_of, whole_text, with_turns, wrong_type
 from lrlhf.datamodules.rows.conservation import Reached
 from lrlhf.datamodules.rows.media_rows import MediaReader, TokenizedText
 from lrlhf.datamodules.rows.preference_rows import digest
-from lrlhf.datamodules.rows.tokenizing import Text, tokenize, tokenize_prompts
 from lrlhf.models import joined_steps, split_text
 from lrlhf.types import StepBatch
 

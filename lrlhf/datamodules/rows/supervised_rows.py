@@ -18,29 +18,26 @@ from lrlhf.datamodules.rows.bad_rows import BadRow, missing_column
 from lrlhf.datamodules.rows.chat import (
     LOSS_MARKS,
     ChatFormat,
+    Endings,
+    Mask,
     Span,
+    Text,
+    Tokens,
     Turns,
+    common_prefix,
     read_messages,
+    tokenize,
+    tokenize_ended,
+    tokenize_spans,
+    with_end,
     with_system,
 )
 from lrlhf.datamodules.rows.collate import media_of, moved_mask, padded
 from lrlhf.datamodules.rows.columns import text_of, with_turns
 from lrlhf.datamodules.rows.conservation import Reached, after
-from lrlhf.datamodules.rows.implicit_prompts import without_prompt
 from lrlhf.datamodules.rows.media_rows import MediaReader, TokenizedText, Unread, parts_in
 from lrlhf.datamodules.rows.preference_rows import digest, keyed
-from lrlhf.datamodules.rows.prompt_rows import DIALOGUE_COLUMNS
-from lrlhf.datamodules.rows.tokenizing import (
-    Endings,
-    Mask,
-    Text,
-    Tokens,
-    common_prefix,
-    tokenize,
-    tokenize_ended,
-    tokenize_spans,
-    with_end,
-)
+from lrlhf.datamodules.rows.prompt_rows import DIALOGUE_COLUMNS, without_prompt
 from lrlhf.media import MediaRefs
 from lrlhf.types import SupervisedBatch
 

@@ -11,10 +11,10 @@ from lrlhf.datamodules.rows.chat import SYSTEM_COLUMNS, with_system
 from lrlhf.datamodules.rows.columns import text_of, with_turns
 from lrlhf.datamodules.rows.conservation import Reached
 from lrlhf.datamodules.rows.media_rows import KINDS, media_columns, media_in, media_said
-from lrlhf.datamodules.rows.preference_labels import LabelReader
 from lrlhf.datamodules.rows.preference_rows import (
     SHOWN_CANDIDATES,
     UNORDERED_COLUMNS,
+    LabelReader,
     PairTurns,
     candidate_columns,
     split_pair,
@@ -22,8 +22,7 @@ from lrlhf.datamodules.rows.preference_rows import (
 from lrlhf.datamodules.rows.prompt_rows import PAIR_COLUMNS
 from lrlhf.media import MediaRefs
 from lrlhf.rewards import completion_text
-from lrlhf.rewards.judge.forms import Shown
-from lrlhf.rewards.judge.templates import prompt_text
+from lrlhf.rewards.judge.verdicts import Shown, prompt_text
 from lrlhf.types import Message, Prompt
 
 MediaByKind = Mapping[str, list[Any]]

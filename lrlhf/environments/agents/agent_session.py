@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from lrlhf.environments.agents.chat_answer import ChatAnswer
+from lrlhf.environments.agents.chat_protocol import ChatAnswer
 from lrlhf.environments.agents.endpoint import MODEL, ChatEndpoint, Question
 from lrlhf.environments.limited_calls import (
     EnvironmentFailure,

@@ -24,8 +24,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from lrlhf.background import EventLoop
-from lrlhf.environments.agents.chat_answer import ChatAnswer, completion, refusal
-from lrlhf.environments.agents.chat_request import ChatRequest, RefusedError, read_chat_request
+from lrlhf.environments.agents.chat_protocol import (
+    ChatAnswer,
+    ChatRequest,
+    RefusedError,
+    completion,
+    read_chat_request,
+    refusal,
+)
 from lrlhf.environments.session import Asked
 from lrlhf.secrets import safe
 from lrlhf.web.body import Body, RefusedRequestError, parse_json

@@ -13,8 +13,8 @@ from typing import Any
 import peft
 from transformers import PreTrainedModel
 
+from lrlhf.models.loading.deferred_weights import standing_in
 from lrlhf.models.loading.model_sources import explained
-from lrlhf.models.loading.unread import standing_in
 
 logger = logging.getLogger(__name__)
 

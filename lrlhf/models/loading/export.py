@@ -25,7 +25,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from lrlhf.models.output_head import is_tied, plain_model
+from lrlhf.models.heads import is_tied, plain_model
 from lrlhf.models.sharding import class_of, has_split_weights, settle, whole, whole_weights
 
 _CONVERSIONS = "_weight_conversions"

@@ -9,12 +9,13 @@ from peft import PeftModel
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from lrlhf.models.backbone import allow_packing
-from lrlhf.models.loading.dropout import clear_dropout, silence_dropout
 from lrlhf.models.loading.model_sources import load_config, locate
 from lrlhf.models.loading.pretrained import (
     PretrainedSpec,
+    clear_dropout,
     finish_for_training,
     language_model_class,
+    silence_dropout,
 )
 
 

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib.util
+import inspect
 import logging
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
+from pathlib import Path
+from types import MethodType
 from typing import Any, Literal
 
 import peft
@@ -17,11 +25,13 @@ import torch
 from torch import nn
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
     BitsAndBytesConfig,
+    Cache,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -30,14 +40,15 @@ from transformers import (
 
 from lrlhf.arguments import brief
 from lrlhf.models.backbone import allow_packing, keep_attention
-from lrlhf.models.compiling import compile_layers
+from lrlhf.models.experts import has_experts
+from lrlhf.models.heads import body_of, check_output_head
 from lrlhf.models.loading.adapters import (
     LoRA,
     add_adapters,
     stored_adapters,
     warn_of_unknown_words,
 )
-from lrlhf.models.loading.dropout import clear_dropout, silence_dropout
+from lrlhf.models.loading.deferred_weights import build_unread
 from lrlhf.models.loading.export import check_mergeable
 from lrlhf.models.loading.model_sources import (
     explained,
@@ -45,11 +56,139 @@ from lrlhf.models.loading.model_sources import (
     resolve_source,
     warn_of_remote_code,
 )
-from lrlhf.models.loading.recomputing import recompute
 from lrlhf.models.loading.tokenization import load_processor, load_tokenizer
-from lrlhf.models.loading.unread import build_unread
 from lrlhf.models.media_inputs import placeholder_ids, vision_encoder
-from lrlhf.models.output_head import body_of, check_output_head
+from lrlhf.models.modes import in_trial
+from lrlhf.models.packed.packed_attention import FUNCTIONS
+from lrlhf.models.scorers import blocks_of
+
+_LARGE = 3_000_000_000
+"""Weights of a model above which activations are what fills a GPU first."""
+
+
+def recompute(
+    model: PreTrainedModel,
+    choice: bool | Literal["auto"],
+    *,
+    offload: bool,
+    has_adapters: bool,
+    on_gpu: bool | None = None,
+) -> None:
+    """Have a model's blocks keep what they begin with only, if that is the choice.
+
+    Args:
+        model: With or without its weights.
+        choice: ``auto``: on a GPU, for models of more than three billion weights that can.
+        offload: What they begin with waits in main memory; ``auto`` stands for True then.
+        has_adapters: The model's own weights are frozen.
+        on_gpu: Where it is going to be trained; None: on a GPU if this machine has one.
+    """
+    if choice == "auto":
+        on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
+        large = model.num_parameters() > _LARGE  # knows weights that are packed
+        choice = offload or (on_gpu and large and model.supports_gradient_checkpointing)
+    if not choice:
+        return
+    # without an accelerator they are in main memory already, which cannot be pinned
+    offloads = offload and torch.accelerator.is_available()
+    model.gradient_checkpointing_enable({"use_reentrant": False}, offload=offloads)
+    if has_adapters:
+        # the inputs of the first block come from frozen embeddings
+        model.enable_input_require_grads()  # type: ignore[no-untyped-call]
+
+
+_WORDS = ("dropout", "pdrop", "layerdrop", "drop_path")
+
+
+def clear_dropout(config: PreTrainedConfig) -> None:
+    """Set every dropout probability of a config, and of the configs inside it, to 0."""
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            clear_dropout(value)
+        elif isinstance(value, float) and any(word in name for word in _WORDS):
+            setattr(config, name, 0.0)
+
+
+def silence_dropout(model: nn.Module) -> None:
+    """Set the probability of every dropout layer to 0."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+
+
+_VARIANTS = 64
+"""How often one layer's code is compiled at most: with and without gradients, in another precision,
+with another window, for the policy, its reference and a critic, which may share it."""
+
+
+def compile_layers(model: PreTrainedModel) -> None:
+    """Have the layers of a language model compiled the first time that a batch goes through them.
+
+    All layers share what is compiled, for any number of tokens, so that a run compiles a few
+    times, in its first step. The names of weights and modules stay as they are. Generation, which
+    fills a cache, and encoders of images and videos run as they did.
+
+    Args:
+        model: On any device; changed in place.
+
+    Raises:
+        ValueError: This machine has no C++ compiler; the model has experts, whose routers are
+            listened to in ways that compiled code leaves out; or its blocks are not found.
+    """
+    _check_compiler()
+    name, blocks = type(model).__name__, blocks_of(model)
+    if has_experts(model):
+        raise ValueError(f"compile: {name} has experts, whose layers are not compiled; drop it.")
+    if not blocks:
+        raise ValueError(f"compile: the blocks of {name} were not found; drop it.")
+    # it looks at lengths and writes down what layers say of themselves
+    for attention, function in FUNCTIONS.items():
+        uncompiled = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+        AttentionInterface.register(attention, uncompiled)
+    fused: dict[type[nn.Module], _Compiled] = {}
+    for block in blocks:
+        kind = type(block)
+        if kind not in fused:
+            fused[kind] = _Compiled(kind.forward)
+        block.forward = MethodType(fused[kind], block)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Tell whether `compile_layers` was called on a model or a part of it."""
+    forwards = (getattr(module.forward, "__func__", None) for module in model.modules())
+    return any(isinstance(forward, _Compiled) for forward in forwards)
+
+
+class _Compiled:
+    """The forward pass of a kind of block, as it is written where a cache is filled."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, forward)  # its signature is asked for
+        self._plain = forward
+        # sizes are symbols from the beginning: the code should not depend on which came first
+        known = inspect.signature(torch.compile).parameters  # older ones stop at 8 variants
+        limit: Any = {"recompile_limit": _VARIANTS} if "recompile_limit" in known else {}
+        self._fused: Callable[..., Any] = torch.compile(forward, dynamic=True, **limit)
+
+    def __call__(self, block: nn.Module, *inputs: Any, **options: Any) -> Any:
+        cached = any(isinstance(one, Cache) for one in (*inputs, *options.values()))
+        forward = self._plain if cached or in_trial() else self._fused
+        return forward(block, *inputs, **options)
+
+
+def _check_compiler() -> None:
+    # the one that torch.compile takes
+    name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    missing = [] if shutil.which(name) else [f"a C++ compiler ({name})"]
+    missing += [] if header.is_file() else [f"Python's headers ({header})"]
+    if missing:
+        raise ValueError(
+            f"compile: torch.compile needs {' and '.join(missing)}, not found here. Install what "
+            "is missing (Debian and Ubuntu: apt install g++ python3-dev), name another compiler "
+            "in CXX, or set compile: false."
+        )
+
 
 logger = logging.getLogger(__name__)
 

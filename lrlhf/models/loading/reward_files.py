@@ -29,7 +29,8 @@ from transformers import (
 )
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from lrlhf.models.heads import HeadConfig
+from lrlhf.models.heads import HeadConfig, plain_model
+from lrlhf.models.loading.deferred_weights import stored_tensor
 from lrlhf.models.loading.export import merged_state_dict, save_model, skeleton_of
 from lrlhf.models.loading.model_sources import explained, load_config, resolve_source
 from lrlhf.models.loading.pretrained import (
@@ -37,8 +38,6 @@ from lrlhf.models.loading.pretrained import (
     finish_for_training,
     load_pretrained,
 )
-from lrlhf.models.loading.unread import stored_tensor
-from lrlhf.models.output_head import plain_model
 from lrlhf.models.scorers import HeadedBackbone, Scorer, StockClassifier
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from jinja2 import TemplateError
 from tokenizers import Tokenizer, pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.models.template_constants import template_constants
+from lrlhf.models.chat_templates import template_constants
 
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 """What templates raise at messages that they were not written for: they are programs."""

@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from lrlhf.models.packed.tour import BLOCK, walk
+from lrlhf.models.packed.packing import BLOCK, walk
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def flex_attention(
     Args:
         module: The layer.
         heads: Queries, keys and values of all tokens, `[1, heads, N, D]` each.
-        mask: Which of them see each other, see `lrlhf.models.packed.tour.Tour`.
+        mask: Which of them see each other, see `lrlhf.models.packed.packing.Tour`.
         dropout: Share of the scores that are left out.
         scaling: Scores are multiplied by it; None: by 1/√D.
         options: Of `COMPUTED`.

@@ -11,12 +11,15 @@ Flash kernels know rows, no trees: each branch would need a copy of its prefix.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any, Protocol, TypeAlias
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.flex_attention import flex_attention_forward
@@ -27,11 +30,60 @@ from transformers.masking_utils import (
     flex_attention_mask,
     sdpa_mask,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lrlhf.models.modes import in_trial
-from lrlhf.models.packed.flash import FlashAttention
 from lrlhf.models.packed.flex import COMPUTED, flex_attention
 from lrlhf.models.packed.packing import Segments
+
+
+class FlashAttention:
+    """What ``transformers`` computes under the name of a flash kernel.
+
+    Args:
+        kernel: The name: ``flash_attention_2``, ...
+    """
+
+    def __init__(self, kernel: str) -> None:
+        self._kernel = kernel
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Float[Tensor, "B Q N D"],
+        key: Float[Tensor, "B K T D"],
+        value: Float[Tensor, "B K T D"],
+        attention_mask: Int[Tensor, "B T"] | None,
+        **options: Any,
+    ) -> tuple[Float[Tensor, "B N Q D"], None]:
+        """Compute attention; on CPUs, where a model is checked before it moves, with ``sdpa``."""
+        if query.device.type == "cpu":
+            window = options.get("sliding_window")
+            mask = _whole_mask(attention_mask, query.shape[2], key.shape[2], window)
+            return sdpa_attention_forward(module, query, key, value, mask, **options)
+        settings = {**vars(module.config), "_attn_implementation": self._kernel}
+        # it looks the kernel up by the name in the layer's config
+        layer = SimpleNamespace(
+            config=SimpleNamespace(**settings),
+            is_causal=getattr(module, "is_causal", True),
+            layer_idx=getattr(module, "layer_idx", None),
+            modules=module.modules,
+        )
+        function = ALL_ATTENTION_FUNCTIONS[self._kernel]
+        result: Tensor = function(layer, query, key, value, attention_mask, **options)[0]
+        return result, None
+
+
+def _whole_mask(
+    attended: Int[Tensor, "B T"] | None, queries: int, keys: int, window: int | None
+) -> Bool[Tensor, "*B Q T"]:
+    """Return which keys each query sees; ``attended`` is all that flash kernels are told."""
+    behind = keys - queries
+    seen = torch.ones(queries, keys, dtype=torch.bool).tril(behind)
+    if window is not None:
+        seen = seen.triu(behind - window + 1)
+    return seen[None, None] if attended is None else seen & attended.bool()[:, None, None]
+
 
 PACKED_ATTENTION = "lrlhf_packed"
 """The name in a model's config of attention that computes packed rows with FlexAttention or, where
@@ -346,3 +398,61 @@ def name_flash(kernel: str) -> str:
             AttentionInterface.register(each, function)
             AttentionMaskInterface.register(each, ALL_MASK_ATTENTION_FUNCTIONS[kernel])
     return name
+
+
+COMPARED_ATTENTION = "lrlhf_compared"
+"""Of the one that computes with ``sdpa``, and compares it with the model's own, layer by layer."""
+
+_TOLERANCE = 1e-4
+_LARGE = 30.0
+"""Queries of trained models make scores of this size, those of new ones far smaller."""
+
+_differing: ContextVar[list[str]] = ContextVar("differing_attention")
+
+
+@contextlib.contextmanager
+def comparing() -> Iterator[list[str]]:
+    """Note which layers ask for more than ``sdpa`` computes, by class, during the block."""
+    found: list[str] = []
+    token = _differing.set(found)
+    try:
+        yield found
+    finally:
+        _differing.reset(token)
+
+
+def compared_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention in a trial, see `COMPARED_ATTENTION`.
+
+    The two are compared in float32 on random queries and keys, small and large, whatever the
+    precision and the weights of the model are.
+    """
+    own = own_function(module)
+    options["dropout"] = 0.0
+    if own is not None:
+        mask = attention_mask
+        if mask is not None and mask.dtype != torch.bool:
+            mask = mask.float()
+        numbers = torch.Generator().manual_seed(0)
+        q, k, v = (
+            torch.randn(part.shape, generator=numbers).to(part.device)
+            for part in (query, key, value)
+        )
+        q[:1] *= _LARGE
+        bias = additive(module, q, k, mask, is_causal=options.get("is_causal", True))
+        expected = own(module, q, k, v, bias, **options)[0]
+        actual = sdpa_attention_forward(module, q, k, v, bias, **options)[0]
+        if not torch.allclose(actual, expected, rtol=0, atol=_TOLERANCE * float(v.abs().max())):
+            _differing.get().append(type(module).__name__)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+
+
+AttentionInterface.register(COMPARED_ATTENTION, compared_attention)
+AttentionMaskInterface.register(COMPARED_ATTENTION, sdpa_mask)

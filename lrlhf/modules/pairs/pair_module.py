@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lrlhf.guard import Anomaly, Guard, Retaken, StepBundle
 from lrlhf.guard.guard_settings import refuse_policy_limits
-from lrlhf.models.peak_memory import GIB, PEAK_MEMORY, peak_memory
+from lrlhf.models.token_budget import GIB, PEAK_MEMORY, peak_memory
 from lrlhf.modules.base import TrainingModule
 from lrlhf.modules.checks import refuse_other_batch, uses_loss_scaler
 from lrlhf.modules.metrics.measurement import Measurement

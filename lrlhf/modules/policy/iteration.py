@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import lightning as L
 import torch
 
-from lrlhf.models.peak_memory import GIB, PEAK_MEMORY, peak_memory
+from lrlhf.models.token_budget import GIB, PEAK_MEMORY, peak_memory
 from lrlhf.modules.base import TrainingModule
 from lrlhf.modules.metrics.metric_sums import MetricSums
 from lrlhf.rollout import RolloutListener
@@ -59,7 +59,7 @@ class Iteration:
 
     @property
     def number(self) -> int:
-        """What a training step is called, see `lrlhf.run.step_numbers.running_step`."""
+        """What a training step is called, see `lrlhf.run.seeding.running_step`."""
         return self.step + 1
 
     @contextlib.contextmanager

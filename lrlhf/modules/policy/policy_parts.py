@@ -39,8 +39,7 @@ from lrlhf.modules.policy.sampler import Sampler
 from lrlhf.modules.policy.scorer import Scorer
 from lrlhf.modules.policy.teaching import Teaching, measure_distance
 from lrlhf.modules.settings import Reference
-from lrlhf.rewards.no_rewards import NoRewards
-from lrlhf.rewards.rewards import Rewards, as_rewards
+from lrlhf.rewards.rewards import NoRewards, Rewards, as_rewards
 from lrlhf.rollout import RolloutEngine, TransformersEngine
 from lrlhf.rollout.episodes.episode_engine import EpisodeEngine
 from lrlhf.rollout.vllm.rank_group import check_group_size

@@ -37,7 +37,7 @@ from lrlhf.rollout import (
     collect_different,
 )
 from lrlhf.run import sample_seeds
-from lrlhf.run.step_numbers import last_step, model_step
+from lrlhf.run.seeding import last_step, model_step
 from lrlhf.types import PromptBatch, Rollout, StoredRollout
 
 _BESIDE_STREAM = 1_000_033

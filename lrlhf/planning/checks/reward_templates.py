@@ -11,7 +11,7 @@ from lrlhf.planning.checks.data_rows import LookedAt
 from lrlhf.planning.checks.mistake import MistakeError
 from lrlhf.planning.config_entries import is_a, is_ours, options_of
 from lrlhf.rewards import LearnedReward, ProcessReward
-from lrlhf.rewards.learned_rows import no_template
+from lrlhf.rewards.learned import no_template
 from lrlhf.rollout import GenerativeReward
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from lrlhf.rewards.function import (
     Completion,
@@ -19,6 +20,7 @@ from lrlhf.rewards.function import (
     outside_thoughts,
 )
 from lrlhf.rewards.functions.one_by_one import TextPattern, judged, shared
+from lrlhf.types import Episode
 
 _SCORERS = "task_scorers.py:score"
 _COLUMNS = ("question", "answer", "metadata")
@@ -119,3 +121,30 @@ def _load() -> None:
             "ReasoningGymScore needs the package reasoning-gym: pip install 'lrlhf[tasks]'"
         )
     shared(_SCORERS).start()
+
+
+class EnvironmentReward(RewardFunction):
+    """Sums what an environment's ``reward`` and ``get_reward`` gave for the turns of an episode.
+
+    Algorithms that look at single turns see what each of them earned, see `Advantage.credit`.
+    """
+
+    sums_turns: ClassVar[bool] = True
+
+    def __call__(  # type: ignore[override]  # asks for what only rollouts of episodes have
+        self, *, episodes: Sequence[Episode], **columns: Any
+    ) -> list[float | None]:
+        """Return the sum of each episode's rewards; None: it failed.
+
+        Raises:
+            RewardError: The environment gives no rewards.
+        """
+        if all(episode.rewards is None and not episode.failure for episode in episodes):
+            raise RewardError(
+                "the environment has neither reward() nor get_reward(), or the agent returned "
+                "None: let it give a reward, or score its episodes with a function of yours that "
+                "takes `environments` or `episodes`"
+            )
+        return [
+            None if episode.failure else math.fsum(episode.rewards or ()) for episode in episodes
+        ]

@@ -14,8 +14,7 @@ from lrlhf.rewards.function import (
     column_of,
     completion_text,
 )
-from lrlhf.rewards.judge.forms import FormName, verdict_form
-from lrlhf.rewards.judge.verdicts import SWAPPED, Choice
+from lrlhf.rewards.judge.verdicts import SWAPPED, Choice, FormName, verdict_form
 from lrlhf.rewards.reward_values import shorten
 from lrlhf.statistics.proportions import Outcomes
 

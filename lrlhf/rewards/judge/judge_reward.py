@@ -3,34 +3,435 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from itertools import combinations
+from statistics import fmean
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from lrlhf.rewards.function import (
     Completion,
     CopiesStartAfresh,
     LogExtra,
     LogMetric,
+    NoSiblingsError,
     PartialValues,
     RewardError,
     check_positive,
+    column_of,
+    completion_text,
 )
-from lrlhf.rewards.judge.asking import Asker, Batch, columns_asked
-from lrlhf.rewards.judge.chat_endpoint import encode_request
-from lrlhf.rewards.judge.comparisons import Mode
-from lrlhf.rewards.judge.desk import Desk
-from lrlhf.rewards.judge.forms import FormName
-from lrlhf.rewards.judge.questions import Question, Verdict, notes_of, qualities, values_of
-from lrlhf.rewards.judge.reply_cache import ReplyCache
-from lrlhf.rewards.judge.templates import SYSTEM
+from lrlhf.rewards.judge.judge_client import Desk, Reply, ReplyCache, encode_request
+from lrlhf.rewards.judge.verdicts import (
+    ABSOLUTE,
+    LETTERS,
+    LISTWISE,
+    SYSTEM,
+    FormName,
+    JudgeTemplate,
+    choice_scores,
+    prompt_text,
+    read_ranking,
+    read_rating,
+    verdict_form,
+    verdict_of,
+)
 from lrlhf.rewards.remote.remote_http import Exchange, RequestRefusedError, ServiceError
 from lrlhf.rewards.remote.remote_protocols import in_base64, png_file
-from lrlhf.rewards.remote.remote_services import Service
-from lrlhf.rewards.remote.served_models import read_models, served_model
-from lrlhf.rewards.remote.service_client import ServiceClient, ServicesDownError, ServiceSettings
-from lrlhf.rewards.remote.service_token import DEFAULT_TOKEN_ENV
+from lrlhf.rewards.remote.remote_services import Service, read_models, served_model
+from lrlhf.rewards.remote.service_client import (
+    DEFAULT_TOKEN_ENV,
+    ServiceClient,
+    ServicesDownError,
+    ServiceSettings,
+)
+from lrlhf.rewards.reward_values import shorten
 from lrlhf.types import Prompt
+
+REFERENCE = -1
+"""Stands for the reference answer among the numbers of responses."""
+
+Mode = Literal["absolute", "pairwise", "listwise"]
+Order = tuple[int, ...]
+"""Numbers of responses, in the order in which the judge is shown them."""
+Scores = Mapping[Order, tuple[float, ...] | None]
+"""What a verdict says of each response that was shown, from 0 to 1; None: there is no verdict."""
+
+
+class Comparison(NamedTuple):
+    """Responses that are judged together, in one order or in several that must not matter."""
+
+    orders: tuple[Order, ...]
+
+    def values(self, scores: Scores) -> dict[int, float]:
+        """Return the mean of the orders for each response; none if a verdict is missing.
+
+        With one order alone, a judge that likes what stands first would be believed.
+        """
+        said = [scores[order] for order in self.orders]
+        if any(entry is None for entry in said):
+            return {}
+        by_row = [dict(zip(order, scores[order] or (), strict=True)) for order in self.orders]
+        return {row: fmean(entry[row] for entry in by_row) for row in by_row[0]}
+
+    def agreement(self, scores: Scores) -> float | None:
+        """Return the share of pairs that all orders say the same of; None: nothing to compare."""
+        said = [scores[order] for order in self.orders]
+        if len(said) < 2 or any(entry is None for entry in said):
+            return None
+        by_row = [dict(zip(order, scores[order] or (), strict=True)) for order in self.orders]
+        same = [
+            len({_sign(entry[one] - entry[other]) for entry in by_row}) == 1
+            for one, other in combinations(by_row[0], 2)
+        ]
+        return fmean(same)
+
+
+def _sign(value: float) -> float:
+    return math.copysign(1.0, value) if value else 0.0
+
+
+def _both_ways(*rows: int) -> Comparison:
+    return Comparison((rows, rows[::-1]))
+
+
+def alone(rows: Sequence[int]) -> Iterator[Comparison]:
+    """Yield each response by itself."""
+    return (Comparison(((row,),)) for row in rows)
+
+
+def with_reference(rows: Sequence[int]) -> Iterator[Comparison]:
+    """Yield each response with the reference answer."""
+    return (_both_ways(row, REFERENCE) for row in rows)
+
+
+def in_pairs(rows: Sequence[int], opponents: int | None = None) -> Iterator[Comparison]:
+    """Yield the pairs of a group; none of a single response.
+
+    Args:
+        rows: The group.
+        opponents: How many each response meets, an even number; None: all others. The responses
+            stand in a ring, and each meets its neighbours on both sides.
+    """
+    if opponents is None or opponents >= len(rows) - 1:
+        yield from (_both_ways(*pair) for pair in combinations(rows, 2))
+        return
+    for step in range(1, opponents // 2 + 1):
+        for place, row in enumerate(rows):
+            yield _both_ways(row, rows[(place + step) % len(rows)])
+
+
+def all_together(rows: Sequence[int]) -> Iterator[Comparison]:
+    """Yield the group as a whole; nothing of a single response."""
+    if len(rows) < 2:
+        return
+    if len(rows) > len(LETTERS):
+        raise RewardError(
+            f"mode listwise shows a judge {len(LETTERS)} responses at most, and a prompt has "
+            f"{len(rows)}; take mode pairwise with opponents"
+        )
+    yield _both_ways(*rows)
+
+
+def check_groups(groups: Sequence[Sequence[int]], mode: Mode) -> None:
+    """Refuse a batch in which no response has another to be compared with.
+
+    Where some have, the others go without a value: a sibling may have failed.
+
+    Raises:
+        NoSiblingsError: Each group has a single response.
+    """
+    if groups and all(len(group) < 2 for group in groups):
+        raise NoSiblingsError(
+            f"mode {mode} compares the responses to a prompt, and here no prompt has two: take "
+            "mode absolute, or pairwise with reference_column. In an evaluation it needs several "
+            "samples (model.evaluation.num_samples) at temperatures above 0; they are taken in "
+            "rounds of model.num_generations, and none of the rounds may be of one"
+        )
+
+
+def comparisons_of(
+    mode: Mode, opponents: int | None, reference_column: str | None
+) -> Callable[[Sequence[int]], Iterator[Comparison]]:
+    """Return what yields the comparisons of a group.
+
+    Raises:
+        ValueError: The options do not go together.
+    """
+    if mode != "pairwise" and (opponents is not None or reference_column is not None):
+        raise ValueError("opponents and reference_column are for mode: pairwise")
+    if opponents is not None and reference_column is not None:
+        raise ValueError("with reference_column responses do not meet each other: no opponents")
+    if opponents is not None and (opponents < 2 or opponents % 2):
+        raise ValueError(f"opponents is {opponents}; it must be an even number above 0")
+    if mode == "absolute":
+        return alone
+    if mode == "listwise":
+        return all_together
+    if reference_column is not None:
+        return with_reference
+    return partial(in_pairs, opponents=opponents)
+
+
+class Question(NamedTuple):
+    """What the judge is asked once, and where the answer belongs."""
+
+    comparison: Comparison
+    order: Order
+    sample: int
+
+    @property
+    def about(self) -> int:
+        """The number of a response to the prompt in question."""
+        return next(row for row in self.order if row != REFERENCE)
+
+
+@dataclass
+class Verdict:
+    """The last reply to a question, and what it says."""
+
+    scores: tuple[float, ...] | None
+    reply: Reply | None
+    """None: there is none."""
+
+
+def scores_by_comparison(
+    questions: Sequence[Question], found: Mapping[Question, Verdict]
+) -> Iterator[tuple[Comparison, Scores]]:
+    """Yield each comparison with what its orders say, the mean of those samples that say it."""
+    said: dict[Comparison, dict[Order, list[tuple[float, ...]]]] = {}
+    for question in questions:
+        orders = said.setdefault(question.comparison, {})
+        samples = orders.setdefault(question.order, [])
+        if (scores := found[question].scores) is not None:
+            samples.append(scores)
+    for comparison, orders in said.items():
+        yield (
+            comparison,
+            {
+                order: tuple(map(fmean, zip(*samples, strict=True))) or None
+                for order, samples in orders.items()
+            },
+        )
+
+
+def values_of(
+    questions: Sequence[Question], found: Mapping[Question, Verdict], count: int
+) -> list[float | None]:
+    """Return the mean over its comparisons for each response."""
+    collected: defaultdict[int, list[float]] = defaultdict(list)
+    for comparison, scores in scores_by_comparison(questions, found):
+        for row, value in comparison.values(scores).items():
+            collected[row].append(value)
+    return [fmean(collected[row]) if collected[row] else None for row in range(count)]
+
+
+def notes_of(
+    questions: Sequence[Question], found: Mapping[Question, Verdict], count: int
+) -> list[list[str]]:
+    """Return what the judge wrote of each response; of comparisons, with the letter that it had."""
+    notes: list[list[str]] = [[] for _ in range(count)]
+    for question in questions:
+        reply = found[question].reply
+        for letter, row in zip(LETTERS, question.order, strict=False):
+            if row != REFERENCE and reply is not None:
+                named = f"as {letter}: " if len(question.order) > 1 else ""
+                notes[row].append(f"{named}{reply.text}")
+    return notes
+
+
+def qualities(questions: Sequence[Question], found: Mapping[Question, Verdict]) -> dict[str, float]:
+    """Return how good a judge's verdicts are, as far as there is something to tell.
+
+    ``malformed_fraction`` is the share of replies without a verdict, ``order_agreement`` the share
+    of comparisons that all orders say the same of.
+    """
+    told = {}
+    if replied := [verdict for verdict in found.values() if verdict.reply is not None]:
+        told["malformed_fraction"] = fmean(verdict.scores is None for verdict in replied)
+    agreed = [
+        share
+        for comparison, scores in scores_by_comparison(questions, found)
+        if (share := comparison.agreement(scores)) is not None
+    ]
+    if agreed:
+        told["order_agreement"] = fmean(agreed)
+    return told
+
+
+_TEMPLATES = {"absolute": ABSOLUTE, "listwise": LISTWISE}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What is to be judged, one entry per response in each."""
+
+    prompts: Sequence[Prompt]
+    completions: Sequence[str]
+    shown: Sequence[Sequence[Any] | None]
+    """Stands for what each prompt shows, as JSON can say it."""
+    columns: Mapping[str, Sequence[Any]]
+    references: Sequence[str | None] | None
+    """Answers to compare with; None in them: there is none."""
+
+    def groups(self) -> list[list[int]]:
+        """Return the numbers of the responses that have the same to answer."""
+        found: defaultdict[str, list[int]] = defaultdict(list)
+        for row in range(len(self.completions)):
+            columns = {name: values[row] for name, values in self.columns.items()}
+            reference = self.references and self.references[row]
+            same = (self.prompts[row], self.shown[row], columns, reference)
+            found[json.dumps(same, default=str, sort_keys=True)].append(row)
+        return [*found.values()]
+
+    def is_comparable(self, group: Sequence[int]) -> bool:
+        """Whether there is a reference answer, where there is to be one."""
+        return self.references is None or self.references[group[0]] is not None
+
+    def text(self, row: int, of: int) -> str:
+        """Return a response, or the reference answer to the prompt of another."""
+        if row == REFERENCE and self.references is not None:
+            return self.references[of] or ""
+        return self.completions[row]
+
+
+class Asker:
+    """Writes the questions to a judge and reads its replies; options as in `JudgeReward`.
+
+    Raises:
+        ValueError: The template is none, or the options do not go together.
+    """
+
+    def __init__(
+        self,
+        mode: Mode,
+        form: FormName,
+        *,
+        template: str | None,
+        rubric: str | None,
+        opponents: int | None,
+        reference_column: str | None,
+        samples: int,
+        scale: tuple[float, float] = (1.0, 10.0),
+    ) -> None:
+        self._form = verdict_form(form)
+        if form != "line" and mode != "pairwise":
+            raise ValueError(f"form {form} is for mode: pairwise")
+        self._mode, self._samples = mode, samples
+        self._template = JudgeTemplate(template or _TEMPLATES.get(mode, self._form.template))
+        self._rubric, self._reference = rubric, reference_column
+        self._compare = comparisons_of(mode, opponents, reference_column)
+        self.compares_responses = mode != "absolute" and reference_column is None
+        """Whether responses are shown with others to the same prompt."""
+        self._low, self._high = scale
+        if not self._low < self._high:
+            raise ValueError(f"scale is {[*scale]}; give the worst rating, then the best")
+
+    def batch(
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[Completion],
+        shown: Sequence[Sequence[Any] | None],
+        columns: Mapping[str, Any],
+        clean: Callable[[str], str] = str,
+    ) -> Batch:
+        """Gather what the questions are made of.
+
+        Args:
+            prompts: One per response, as all that follows.
+            completions: The responses.
+            shown: See `Batch`.
+            columns: Of the data.
+            clean: Takes out of responses and reference answers what the judge must not read.
+
+        Raises:
+            RewardError: A column is missing, or a reference answer is no text.
+        """
+        return Batch(
+            prompts,
+            [clean(completion_text(completion)) for completion in completions],
+            shown,
+            {name: column_of(columns, name, setting="template") for name in self._template.columns},
+            self._references(columns, clean),
+        )
+
+    def _references(
+        self, columns: Mapping[str, Any], clean: Callable[[str], str]
+    ) -> list[str | None] | None:
+        if (name := self._reference) is None:
+            return None
+        given = column_of(columns, name, setting="reference_column")
+        texts = (clean(_reference_text(one, name)) for one in given)
+        return [text if text.strip() else None for text in texts]
+
+    def questions(self, batch: Batch) -> list[Question]:
+        """Return all that is asked of a batch.
+
+        Raises:
+            RewardError: No group has enough responses to compare, or one has too many.
+        """
+        groups = batch.groups()
+        if self.compares_responses:
+            check_groups(groups, self._mode)
+        return [
+            Question(comparison, order, sample)
+            for group in groups
+            if batch.is_comparable(group)
+            for comparison in self._compare(group)
+            for order in comparison.orders
+            for sample in range(self._samples)
+        ]
+
+    def text(self, batch: Batch, question: Question) -> str:
+        """Return the text of a question."""
+        own = question.about
+        return self._template.render(
+            prompt=prompt_text(batch.prompts[own]),
+            responses=[batch.text(row, own) for row in question.order],
+            rubric=self._rubric,
+            shown="Response",
+            low=f"{self._low:g}",
+            high=f"{self._high:g}",
+            **{name: values[own] for name, values in batch.columns.items()},
+        )
+
+    def read(self, question: Question, reply: Reply | None) -> Verdict:
+        """Return what a reply says; one that was cut off says nothing."""
+        if reply is None or not reply.finished:
+            return Verdict(None, reply)
+        if self._mode == "pairwise":
+            return Verdict(choice_scores(self._form.read(reply.text)), reply)
+        verdict = verdict_of(reply.text)
+        if verdict is None:
+            return Verdict(None, reply)
+        if self._mode == "absolute":
+            return Verdict(read_rating(verdict, self._low, self._high), reply)
+        return Verdict(read_ranking(verdict, len(question.order)), reply)
+
+
+def _reference_text(reference: Any, column: str) -> str:
+    """Return a reference answer as text; of a chat, what the assistant says; empty: none."""
+    if reference is None or isinstance(reference, str):
+        return reference or ""
+    if isinstance(reference, Sequence) and all(isinstance(turn, Mapping) for turn in reference):
+        return completion_text(reference)
+    raise RewardError(
+        f"reference_column: an entry of column {column!r} is {shorten(reference)} "
+        f"({type(reference).__name__}); give a text, or the turns of a chat"
+    )
+
+
+def columns_asked(options: Mapping[str, Any]) -> Iterable[str]:
+    """Return the columns that a judge with these options needs."""
+    # built-in templates need none
+    template = options.get("template") or ABSOLUTE
+    reference = options.get("reference_column")
+    return [*JudgeTemplate(template).columns, *([reference] if reference else [])]
+
 
 _REQUEST = {"temperature": 0.0, "max_tokens": 1024}
 

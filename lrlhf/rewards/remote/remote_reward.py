@@ -24,8 +24,12 @@ from lrlhf.rewards.remote.remote_protocols import (
     Responses,
 )
 from lrlhf.rewards.remote.remote_services import Service
-from lrlhf.rewards.remote.service_client import Calls, ServiceClient, ServiceSettings
-from lrlhf.rewards.remote.service_token import DEFAULT_TOKEN_ENV
+from lrlhf.rewards.remote.service_client import (
+    DEFAULT_TOKEN_ENV,
+    Calls,
+    ServiceClient,
+    ServiceSettings,
+)
 from lrlhf.types import Prompt
 
 

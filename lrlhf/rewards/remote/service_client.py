@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from lrlhf.rewards.function import RewardError, check_positive
@@ -21,7 +24,44 @@ from lrlhf.rewards.remote.remote_http import (
     new_client,
 )
 from lrlhf.rewards.remote.remote_services import Service, Services, backoff
-from lrlhf.rewards.remote.service_token import read_token
+
+DEFAULT_TOKEN_ENV = "LRLHF_REWARD_TOKEN"
+_VISIBLE = re.compile(r"[!-~]+")
+
+
+def read_token(token_env: str, token_file: str | None) -> str | None:
+    """Read the token that clients send and services want.
+
+    Args:
+        token_env: Environment variable that holds it.
+        token_file: File that holds it, instead.
+
+    Returns:
+        None: there is none.
+
+    Raises:
+        ValueError: A file or a variable was named that is not there, or what it holds is no token.
+    """
+    token = os.environ.get(token_env)
+    source = f"token_env {token_env!r}"
+    if token_file is not None:
+        source = f"token_file {token_file!r}"
+        try:
+            token = Path(token_file).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{source} cannot be read: {type(error).__name__}") from error
+    if token is None:
+        if token_env != DEFAULT_TOKEN_ENV:
+            raise ValueError(f"token_env is {token_env!r}, and there is no such variable: set it")
+        return None
+    token = token.strip()
+    if not _VISIBLE.fullmatch(token):  # the token itself must not show up in a message
+        raise ValueError(
+            f"{source}: a token is one line of letters, digits and signs without spaces; write a "
+            "new one, such as `openssl rand -hex 32` prints"
+        )
+    return token
+
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from lrlhf.rewards.function import (
     RewardError,
     check_positive,
 )
-from lrlhf.rewards.learned_rows import (
+from lrlhf.rewards.learned import (
     SpecialTokens,
     as_text,
     check_special_tokens,
@@ -28,10 +28,13 @@ from lrlhf.rewards.learned_rows import (
 )
 from lrlhf.rewards.remote.in_parts import scores_of_parts
 from lrlhf.rewards.remote.remote_http import Exchange, ServiceError
-from lrlhf.rewards.remote.remote_services import Service
-from lrlhf.rewards.remote.served_models import read_models, served_model
-from lrlhf.rewards.remote.service_client import Calls, ServiceClient, ServiceSettings
-from lrlhf.rewards.remote.service_token import DEFAULT_TOKEN_ENV
+from lrlhf.rewards.remote.remote_services import Service, read_models, served_model
+from lrlhf.rewards.remote.service_client import (
+    DEFAULT_TOKEN_ENV,
+    Calls,
+    ServiceClient,
+    ServiceSettings,
+)
 from lrlhf.rewards.reward_values import finite_number, shorten
 from lrlhf.types import Prompt
 

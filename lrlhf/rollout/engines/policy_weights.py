@@ -22,7 +22,7 @@ from lrlhf.models import (
     unmergeable,
 )
 from lrlhf.models.sharding import has_split_weights, settle, whole, whole_shape
-from lrlhf.vllm_worker.adapter import PREFIX
+from lrlhf.vllm_worker.model_access import PREFIX
 
 
 class WeightSyncError(RuntimeError):

@@ -18,7 +18,7 @@ from lrlhf.process_guard import end_guarded, guarded
 GRACE = 3.0
 """Seconds between SIGTERM and SIGKILL.
 
-``_CHILDREN_S`` of `lrlhf.run.supervision.deadlines` must be at least a second longer: a run that
+``_CHILDREN_S`` of `lrlhf.run.supervision.watch` must be at least a second longer: a run that
 ends at its deadline would else kill the guard before that has ended all others.
 """
 _TAIL_LINES = 30

@@ -29,8 +29,8 @@ from lrlhf.rollout.vllm.support import (
 )
 from lrlhf.rollout.vllm.vllm_base import EngineStartError, VLLMBase
 from lrlhf.threads import spin_not_at_all
-from lrlhf.vllm_worker.access import TOKEN_VARIABLE
 from lrlhf.vllm_worker.extension import LORA_UPDATES
+from lrlhf.vllm_worker.model_access import TOKEN_VARIABLE
 
 _LOOK_SECONDS = 1.0
 
@@ -171,7 +171,7 @@ class FoundServer(Server):
 
 TRANSPORTS = ("nccl", "ipc", "gloo")
 _SERVER = "vllm.entrypoints.openai.api_server"
-_GUARD = "lrlhf.vllm_worker.access.TokenGuard"
+_GUARD = "lrlhf.vllm_worker.model_access.TokenGuard"
 _PICKLES = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 _TRAINERS_OWN = (
     "RANK",

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from lrlhf.rollout.engines.synced_engine import EngineFailure
 from lrlhf.rollout.vllm.client import ServerClient
 from lrlhf.types import Rollout, TeacherTokens
-from lrlhf.vllm_worker.access import TOKEN_VARIABLE
+from lrlhf.vllm_worker.model_access import TOKEN_VARIABLE
 
 _ATTEMPTS = 4
 _TOKENS_AT_ONCE = 8192

@@ -13,8 +13,12 @@ import torch
 from lightning.pytorch.strategies import Strategy
 
 from lrlhf.run.atomic import recover_folder
-from lrlhf.run.checkpoints.checkpoint_reader import META_FILE
-from lrlhf.run.checkpoints.checksums import NotACheckpointError, flaw_of, remember_whole
+from lrlhf.run.checkpoints.checkpoint_reader import (
+    META_FILE,
+    NotACheckpointError,
+    flaw_of,
+    remember_whole,
+)
 from lrlhf.run.collectives import from_rank_zero
 
 SUFFIX: Final = ".ckpt"

@@ -44,9 +44,9 @@ from lrlhf.run.checkpoints.checkpoint_reader import (
     read_folder,
     unwrapped,
     without_remarks,
+    write_checksums,
 )
 from lrlhf.run.checkpoints.checkpoint_search import check
-from lrlhf.run.checkpoints.checksums import write_checksums
 from lrlhf.run.collectives import from_rank_zero
 
 PARTS: Final = "parts"

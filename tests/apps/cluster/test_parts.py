@@ -27,7 +27,7 @@ from lrlhf.media import Audio, Video
 from lrlhf.noted_signals import noted_signals
 from lrlhf.rewards import Rewards, completion_segments
 from lrlhf.rewards.function import CompletionText, CompletionTurns, RewardError, TextSegment
-from lrlhf.run.folder_lock import FOLDER_WAIT
+from lrlhf.run.run_folder import FOLDER_WAIT
 from tests.apps.cluster.local_cluster import ends_within
 from tests.apps.cluster.toys import darkened, sampled_characters
 

@@ -12,10 +12,11 @@ from jsonargparse import Namespace
 
 from lrlhf.apps.cluster import Cluster, RewardWorkers, Rollouts, Trainers
 from lrlhf.apps.cluster.connection import RayMissingError
-from lrlhf.apps.cluster.launch import LaunchError, _check_room
-from lrlhf.apps.cluster.launch_command import (
+from lrlhf.apps.cluster.launch import (
     Launcher,
+    LaunchError,
     _check_files,
+    _check_room,
     _pickled_rewards,
     cluster_of,
     divided,

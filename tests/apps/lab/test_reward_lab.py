@@ -13,9 +13,13 @@ from PIL import Image
 from lrlhf.apps.lab.reward_lab import Lab, Response, as_json, as_page, as_text, look_at
 from lrlhf.apps.lab.reward_lab.given import given_responses
 from lrlhf.apps.lab.reward_lab.lab import Part
-from lrlhf.apps.lab.reward_lab.scoring import ScoredResponses, reads_media, score_responses
-from lrlhf.apps.lab.reward_lab.shown import of_record
-from lrlhf.apps.lab.reward_lab.times import with_times
+from lrlhf.apps.lab.reward_lab.responses import of_record
+from lrlhf.apps.lab.reward_lab.scoring import (
+    ScoredResponses,
+    reads_media,
+    score_responses,
+    with_times,
+)
 from lrlhf.datamodules.rows.media_rows import MediaReader
 from lrlhf.media import MediaRefs
 from lrlhf.rewards import Rewards

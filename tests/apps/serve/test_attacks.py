@@ -251,7 +251,7 @@ def _shown(size: int) -> dict[str, Any]:
 def test_media_wait_as_files_until_there_is_room_for_their_pixels(
     serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import lrlhf.apps.serve.base64_media as module  # noqa: PLC0415  its name is replaced
+    import lrlhf.apps.serve.score_request as module  # noqa: PLC0415  its name is replaced
 
     asked, go, decoded = threading.Event(), threading.Event(), []
 

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from lrlhf.apps.serve import base64_media
+from lrlhf.apps.serve import score_request
 from lrlhf.rewards import LearnedReward
 from tests.apps.serve.conftest import Serving, Slow, body_of, file_of, lengths, text_of, wait_until
 from tests.vlms import gif_bomb, picture
@@ -231,7 +231,7 @@ def test_a_file_is_not_blamed_for_what_the_service_lacks(
     def fail(*_: Any) -> Any:
         raise raised
 
-    monkeypatch.setattr(base64_media, "read_image", fail)
+    monkeypatch.setattr(score_request, "read_image", fail)
     answer = serving(lengths).post(body=body_of(images=[[PNG]]))
     assert (answer.status_code, reason in answer.text) == (status, True)
     assert ("retry-after" in answer.headers) == (status == 503)

@@ -20,7 +20,7 @@ from openai import OpenAI
 
 from lrlhf.environments.agents import ChatEndpoint, call_ids
 from lrlhf.environments.agents import endpoint as agents_endpoint
-from lrlhf.environments.agents.chat_answer import ChatAnswer
+from lrlhf.environments.agents.chat_protocol import ChatAnswer
 from lrlhf.environments.agents.endpoint import MAX_BODY_BYTES, Question
 from lrlhf.environments.session import Asked, TurnTokens
 from lrlhf.web import connections

@@ -2,22 +2,166 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from lrlhf.apps.lab.audit.biases import biases, lengths
-from lrlhf.apps.lab.audit.findings import SEVERITIES, FaultKind, Finding, Measure, RowToLookAt
+from lrlhf.apps.lab.audit.findings import (
+    SEVERITIES,
+    FaultKind,
+    Finding,
+    Measure,
+    RowToLookAt,
+    Severity,
+)
 from lrlhf.apps.lab.audit.label_noise import label_noise
-from lrlhf.apps.lab.audit.languages import languages
-from lrlhf.apps.lab.audit.media_faults import media_faults
 from lrlhf.apps.lab.audit.repeated_rows import IDENTICAL, repeated_rows
-from lrlhf.apps.lab.audit.rows import AuditedData, read_data
-from lrlhf.apps.lab.audit.text_faults import text_faults
+from lrlhf.apps.lab.audit.rows import AuditedData, AuditedRow, read_data
+from lrlhf.apps.lab.audit.text_faults import languages, text_faults
 from lrlhf.datamodules.core import RowDataModule
-from lrlhf.media import MediaError
+from lrlhf.media import MediaError, media_name
+from lrlhf.media.decode import check_image
+from lrlhf.statistics.proportions import share_interval
+
+_NOTED, _GRAVE = 0.05, 0.15
+"""How far from one half a share must be to be a finding, and to be a warning."""
+
+
+def biases(rows: Sequence[AuditedRow]) -> tuple[list[Finding], list[Measure]]:
+    """Measure length bias and position bias of pairs, by the first head that judges.
+
+    Ties, and for the length pairs of equally long answers, do not count. The position is only
+    that of candidates in an order that does not tell which is better (``candidate0``,
+    ``candidate1``). Of the intervals, pairs of one prompt are a cluster.
+    """
+    judged = [(row, row.preferred) for row in rows if row.preferred is not None]
+    longer = [
+        (row.answer_tokens[better] > row.answer_tokens[1 - better], row.keys)
+        for row, better in judged
+        if len(set(row.answer_tokens)) == 2
+    ]
+    equally_long = len(judged) - len(longer)
+    first = [(better == 0, row.keys) for row, better in judged if row.unordered]
+    findings: list[Finding] = []
+    measures: list[Measure] = []
+    for name, preferred, found, uncounted, meaning, remedy in (
+        (
+            "length bias",
+            "longer answer preferred",
+            longer,
+            f"{equally_long:,} with answers of equal length" if equally_long else "",
+            "A reward model may learn the length instead of what makes answers good.",
+            "Compare answers of equal length, balance the pairs, or watch the correlation of "
+            "scores and length; right where longer answers are better.",
+        ),
+        (
+            "position bias",
+            "first answer preferred",
+            first,
+            "",
+            "Whoever judged looked at the place of an answer too, or the order was not random.",
+            "Judge each pair in both orders, or shuffle the candidates before they are judged.",
+        ),
+    ):
+        outcomes, prompts = [one for one, _ in found], [keys for _, keys in found]
+        count, of = sum(outcomes), len(outcomes)
+        low, high = share_interval(outcomes, prompts)
+        if of:
+            share = Measure(f"{preferred} (share)", count / of, low, high, of, "pairs", uncounted)
+            measures.append(share)
+        if of and not low <= 0.5 <= high and abs(count / of - 0.5) >= _NOTED:
+            severity: Severity = "warning" if abs(count / of - 0.5) >= _GRAVE else "note"
+            where = f"In {count / of:.1%} of {of:,} pairs ({low:.1%} to {high:.1%})"
+            said = f"{where} the {preferred.replace('preferred', 'is preferred')}. {meaning}"
+            findings.append(Finding(name, severity, count, of, said, remedy, ()))
+    return findings, measures
+
+
+def lengths(rows: Sequence[AuditedRow]) -> list[Measure]:
+    """Return the median and the largest number of tokens, of rows and of answers."""
+    measures = []
+    for what, unit, counts in (
+        # a pair has two texts
+        ("tokens of a row", "texts", [count for row in rows for count in row.tokens]),
+        ("tokens of an answer", "answers", [count for row in rows for count in row.answer_tokens]),
+    ):
+        of = len(counts)
+        if counts:
+            middle = statistics.median(counts)
+            measures.append(Measure(f"{what}, median", middle, of=of, unit=unit))
+            measures.append(Measure(f"{what}, most", max(counts), of=of, unit=unit))
+    return measures
+
+
+UNREADABLE = FaultKind(
+    "bad media",
+    "error",
+    "An image, video or sound is missing, damaged, or does not fit the text; a run leaves the row "
+    "out.",
+    "Repair or download the files, or leave these rows out.",
+)
+TINY = FaultKind(
+    "tiny images",
+    "warning",
+    "A side of the image has fewer pixels than a patch of most vision encoders: an icon, or an "
+    "address that returned a blank.",
+    "Download these images again, or leave the rows out.",
+)
+HUGE = FaultKind(
+    "huge images",
+    "note",
+    "The image has more than 25 million pixels: reading it takes long, and models scale it down.",
+    "Scale such images down beforehand, or set media.max_pixels.",
+)
+_FEWEST, _MOST = 16, 25_000_000
+_THREADS = 8
+
+
+def media_faults(data: AuditedData) -> list[Finding]:
+    """Look at what rows show: at the heads of images, not at their pixels.
+
+    What a run finds unusable as it reads rows (with ``media.check: all`` every pixel) is counted as
+    bad media too.
+    """
+    showing = [row for row in data.rows if any(row.refs)]
+    unreadable = [
+        RowToLookAt(split, place, problem.detail)
+        for split, place, problem in data.bad
+        if isinstance(problem, MediaError)
+    ]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        found = [each for faults in pool.map(_look_at, showing) for each in faults]
+    found += [(UNREADABLE, row) for row in unreadable]
+    of = len(showing) + len(unreadable)
+    return [
+        finding
+        for kind in (UNREADABLE, TINY, HUGE)
+        for finding in kind.found((row for own, row in found if own is kind), of)
+    ]
+
+
+def _look_at(row: AuditedRow) -> list[tuple[FaultKind, RowToLookAt]]:
+    return list(_faults(row))
+
+
+def _faults(row: AuditedRow) -> Iterator[tuple[FaultKind, RowToLookAt]]:
+    for refs in row.refs:
+        for image in refs.images:
+            try:
+                width, height = check_image(image)
+            except MediaError as problem:
+                yield UNREADABLE, RowToLookAt(row.split, row.place, problem.detail)
+                continue
+            said = RowToLookAt(row.split, row.place, f"{media_name(image)}: {width} x {height}")
+            if min(width, height) < _FEWEST:
+                yield TINY, said
+            if width * height > _MOST:
+                yield HUGE, said
+
 
 TOO_LONG = "too long"
 

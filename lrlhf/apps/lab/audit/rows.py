@@ -19,10 +19,15 @@ from lrlhf.datamodules.row_kind import RowKind
 from lrlhf.datamodules.rows.bad_rows import BadRow, BadRows
 from lrlhf.datamodules.rows.chat import ChatFormat, Span
 from lrlhf.datamodules.rows.collate import Candidate
-from lrlhf.datamodules.rows.implicit_prompts import ASSISTANT, is_transcript, transcript_messages
 from lrlhf.datamodules.rows.media_rows import TokenizedText, media_columns
 from lrlhf.datamodules.rows.preference_rows import PairDraft, PreferenceParser
-from lrlhf.datamodules.rows.prompt_rows import PromptDraft, PromptParser
+from lrlhf.datamodules.rows.prompt_rows import (
+    ASSISTANT,
+    PromptDraft,
+    PromptParser,
+    is_transcript,
+    transcript_messages,
+)
 from lrlhf.datamodules.rows.supervised_rows import (
     SupervisedDraft,
     SupervisedParser,

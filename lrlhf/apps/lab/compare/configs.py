@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lrlhf.apps.lab.compare.matching import Side
+from lrlhf.apps.lab.compare.comparison import Side
 from lrlhf.apps.lab.run_files import RunFiles
 
 _SEEDS = {"seed_everything", "seed"}

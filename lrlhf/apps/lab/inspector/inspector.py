@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lrlhf.apps.lab.inspector.page_data import page_data, run_sources
 from lrlhf.apps.lab.inspector.sampling import counted
-from lrlhf.apps.lab.page.document import packed, write_document
+from lrlhf.apps.lab.page.page import packed, write_document
 from lrlhf.apps.lab.run_files import RunFiles
 
 _PACKAGE = "lrlhf.apps.lab.inspector"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lrlhf.apps.lab.reward_lab.shown import check_readable, of_record
+from lrlhf.apps.lab.reward_lab.responses import check_readable, of_record
 from lrlhf.datamodules import FileSource
 from lrlhf.datamodules.loading.plain_rows import plain
 from lrlhf.datamodules.rows.bad_rows import BadRow

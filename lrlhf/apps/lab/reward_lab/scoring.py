@@ -6,14 +6,16 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.apps.lab.reward_lab.given import GivenResponse
-from lrlhf.apps.lab.reward_lab.responses import Response, beginning_of, end_of
-from lrlhf.apps.lab.reward_lab.shown import read_media
+from lrlhf.apps.lab.reward_lab.lab import CallTimes, Lab, OddRow
+from lrlhf.apps.lab.reward_lab.responses import Response, beginning_of, end_of, read_media
 from lrlhf.datamodules.rows.media_rows import MediaReader
 from lrlhf.media import MediaOptions
 from lrlhf.rewards import CompletionText, CompletionTurns, Rewards
@@ -210,3 +212,42 @@ def _in_a_line(failure: str) -> str:
     """Return the name of the function and the last line, which sums up the traceback."""
     name, _, text = failure.partition(": ")
     return f"{name}: {text.splitlines()[-1]}"
+
+
+_SLOWEST = 20
+
+
+def with_times(lab: Lab, scored: ScoredResponses) -> Lab:
+    """Return the lab with the times and failures of its calls."""
+    by_part: dict[str, list[Timing]] = defaultdict(list)
+    for timing in scored.timings:
+        by_part[timing.part].append(timing)
+    first: Mapping[str, Response] = {one.place: one for one in reversed(scored.responses)}
+    slowest = sorted(scored.timings, key=lambda one: -one.seconds / one.responses)[:_SLOWEST]
+    return replace(
+        lab,
+        times=[_times(name, timings) for name, timings in by_part.items()],
+        slowest=[
+            OddRow(
+                first[one.place],
+                one.seconds / one.responses,
+                f"{one.part}: {one.seconds:.3g} s for {one.responses} responses",
+            )
+            for one in slowest
+        ],
+        failures=scored.failures,
+    )
+
+
+def _times(name: str, timings: Sequence[Timing]) -> CallTimes:
+    seconds = np.array([one.seconds for one in timings])
+    each = seconds / np.array([one.responses for one in timings])
+    middle, late = (0.5, 0.99)
+    return CallTimes(
+        name,
+        len(timings),
+        float(np.quantile(seconds, middle)),
+        float(np.quantile(seconds, late)),
+        float(np.quantile(each, middle)),
+        float(np.quantile(each, late)),
+    )

@@ -10,7 +10,7 @@ import pytest
 
 from lrlhf.apps.lab.compare import compare_runs
 from lrlhf.apps.lab.compare.configs import Change, same_seeds
-from lrlhf.apps.lab.compare.costs import cost_of
+from lrlhf.apps.lab.compare.report import cost_of
 from tests.apps.lab.compare.runs import scored, write_run
 
 
