@@ -16,15 +16,6 @@ from lrlhf.cli.command_table import COMMANDS, Takes
 from lrlhf.threads import spin_briefly
 
 _REFUSED = 2
-_HELP = {
-    "chat": "lrlhf.apps.serve.chat_command",
-    "compare": "lrlhf.apps.lab.compare_command",
-    "generate": "lrlhf.cli.generate_command",
-    "inspect": "lrlhf.apps.lab.inspect_command",
-    "serve-policy": "lrlhf.apps.serve.policy_service",
-}
-"""Commands whose options are known without importing torch."""
-
 _HELP = """\
 usage: lrlhf COMMAND --config FILE [--config OVERLAY ...] [--KEY VALUE ...] [--debug]
 
