@@ -7,11 +7,10 @@ from lrlhf.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from lrlhf.callbacks.checkpoints.rl_checkpoint import RLCheckpoint
     from lrlhf.callbacks.ema import EMA
-    from lrlhf.callbacks.eval_jsonl import EvalJSONL
+    from lrlhf.callbacks.eval_jsonl import EvalJSONL, PredictionJSONL
     from lrlhf.callbacks.hf_export import HFExport
     from lrlhf.callbacks.kl_control import KLControl
     from lrlhf.callbacks.output_files import atomic_folder, atomic_write, output_folder
-    from lrlhf.callbacks.predictions import PredictionJSONL
     from lrlhf.callbacks.reports.pair_page import PairPage
     from lrlhf.callbacks.reports.progress import PhaseProgress
     from lrlhf.callbacks.reports.run_report import RunReport

@@ -28,10 +28,10 @@ from lrlhf.foreign_files import read_yaml
 from lrlhf.models.loading.reward_files import HEAD_CONFIG
 from lrlhf.modules.contracts import Measured
 from lrlhf.modules.metrics.reward_metrics import accuracy_metrics
-from lrlhf.run.hidden_values import without_secrets
+from lrlhf.run.log_rows import without_secrets
 from lrlhf.statistics import mean_interval
 from lrlhf.statistics.intervals import likely_bounds
-from lrlhf.statistics.temperatures import temperature_prefix
+from lrlhf.statistics.repeated_samples import temperature_prefix
 
 
 class Usage(NamedTuple):

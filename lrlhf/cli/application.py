@@ -13,7 +13,13 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 
 from lrlhf import callbacks, datamodules, loggers, modules, rewards, rollout
 from lrlhf.cli.cheap_parts import CheapParts
-from lrlhf.cli.config_files import config_arguments, is_inline, read_config_files
+from lrlhf.cli.config_files import (
+    config_arguments,
+    is_inline,
+    names_policy,
+    read_config_files,
+    without_policy,
+)
 from lrlhf.cli.evaluation import (
     EVALUATIONS,
     keep_reference,
@@ -21,10 +27,8 @@ from lrlhf.cli.evaluation import (
     take_export,
 )
 from lrlhf.cli.export_command import export_checkpoint, hub_repo
-from lrlhf.cli.messages.causes import Progress, blaming_user
-from lrlhf.cli.messages.endings import how_to_continue
+from lrlhf.cli.messages.endings import Progress, blaming_user, how_to_continue
 from lrlhf.cli.messages.errors import ConfigError, UserError, hint
-from lrlhf.cli.model_flags import names_policy, without_policy
 from lrlhf.cli.parser import Parser, read_whole_numbers_as_such, refuse_nulls
 from lrlhf.cli.replay_command import show_replay
 from lrlhf.cli.saved_config import SaveConfig, hide_hyperparameters
@@ -32,8 +36,8 @@ from lrlhf.foreign_files import TRUST_FLAG
 from lrlhf.modules.metrics.measurement import HasMeasurements
 from lrlhf.planning.checks.mistake import MistakeError, RefusedError
 from lrlhf.planning.checks.run_checks import check_run
+from lrlhf.run.collectives import ReadsParts
 from lrlhf.run.lightning_internals import Commands
-from lrlhf.run.split_models import ReadsParts
 from lrlhf.run.supervision.signals import answering_sigterm
 from lrlhf.trainer import Trainer
 

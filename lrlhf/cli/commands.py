@@ -8,11 +8,14 @@ from functools import partial
 from pathlib import Path
 
 from lrlhf.cli.command_table import COMMANDS, HELP_OF_CLASS, Takes
-from lrlhf.cli.config_files import ConfigFile, folders_of_own_code, read_config_files
-from lrlhf.cli.messages.endings import end
-from lrlhf.cli.messages.output import configure_output
-from lrlhf.cli.messages.secrets import remember_secrets
-from lrlhf.cli.model_flags import with_sources
+from lrlhf.cli.config_files import (
+    ConfigFile,
+    folders_of_own_code,
+    read_config_files,
+    remember_secrets,
+    with_sources,
+)
+from lrlhf.cli.messages.endings import configure_output, end
 from lrlhf.cli.replay_command import dump_and_options
 
 _OF_LIGHTNING = ("fit", "validate", "test", "predict")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from lrlhf.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from lrlhf.datamodules.core import RowDataModule
+    from lrlhf.datamodules.core import RowDataModule, RowKind
     from lrlhf.datamodules.datasets.media_pairs import MediaPairs
     from lrlhf.datamodules.datasets.published_steps import PublishedSteps
     from lrlhf.datamodules.datasets.ratings import RatedPairs, RatedText
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from lrlhf.datamodules.preferences import PreferenceDataModule
     from lrlhf.datamodules.prompts import PromptDataModule
     from lrlhf.datamodules.replay import ReplayDataModule
-    from lrlhf.datamodules.row_kind import RowKind
     from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow
     from lrlhf.datamodules.stepwise import StepwiseDataModule
     from lrlhf.datamodules.supervised import SupervisedDataModule

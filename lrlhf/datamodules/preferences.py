@@ -12,10 +12,10 @@ from typing import Any
 import lightning as L
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
+from lrlhf.datamodules.core import RowKind
 from lrlhf.datamodules.loading.sources import Data, distinct_names
 from lrlhf.datamodules.loading.splits import Split
 from lrlhf.datamodules.loading.validation import Validation, title_of
-from lrlhf.datamodules.row_kind import RowKind
 from lrlhf.datamodules.rows.bad_rows import BadDataError
 from lrlhf.datamodules.rows.chat import ChatFormat, Endings
 from lrlhf.datamodules.rows.collate import PairRow, collate_pairs, with_place

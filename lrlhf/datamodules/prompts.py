@@ -12,13 +12,12 @@ from typing import Any
 import lightning as L
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.datamodules.core import refuse_unreadable
+from lrlhf.datamodules.core import RowKind, refuse_unreadable
 from lrlhf.datamodules.datasets.pretraining import DEFAULT_TEXT_COLUMN, PretrainingTexts
 from lrlhf.datamodules.loading.loader import data_ranks
 from lrlhf.datamodules.loading.sources import Data, entries_of
 from lrlhf.datamodules.loading.splits import Split
 from lrlhf.datamodules.loading.validation import Validation
-from lrlhf.datamodules.row_kind import RowKind
 from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.chat import tokenize_prompts
 from lrlhf.datamodules.rows.collate import PromptRow, collate_prompts, with_place

@@ -12,11 +12,10 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from lrlhf.datamodules.core import RowDataModule
+from lrlhf.datamodules.core import RowDataModule, RowKind
 from lrlhf.datamodules.loading.loader import data_ranks
 from lrlhf.datamodules.loading.sources import Row, Source
 from lrlhf.datamodules.loading.splits import Split
-from lrlhf.datamodules.row_kind import RowKind
 from lrlhf.rollout.storage import load_group_ids, load_rollout, rollout_files
 from lrlhf.types import StoredRollout
 

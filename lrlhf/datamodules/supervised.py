@@ -8,9 +8,9 @@ from typing import Any, get_args
 
 import lightning as L
 
+from lrlhf.datamodules.core import RowKind
 from lrlhf.datamodules.loading.sources import Data
 from lrlhf.datamodules.loading.validation import Validation
-from lrlhf.datamodules.row_kind import RowKind
 from lrlhf.datamodules.rows.chat import Endings
 from lrlhf.datamodules.rows.supervised_rows import (
     LossOn,

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple, TypeVar
 import lightning as L
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.datamodules.core import RowDataModule
+from lrlhf.datamodules.core import RowDataModule, RowKind
 from lrlhf.datamodules.loading.sources import Data
 from lrlhf.datamodules.loading.validation import Validation
-from lrlhf.datamodules.row_kind import RowKind
 from lrlhf.datamodules.rows.chat import ChatFormat
 from lrlhf.datamodules.rows.media_rows import MediaReader
 from lrlhf.media import MediaOptions, MediaProcessor

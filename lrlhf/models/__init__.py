@@ -37,24 +37,22 @@ if TYPE_CHECKING:
         compile_layers,
         is_compiled,
     )
-    from lrlhf.models.loading.special_tokens import (
+    from lrlhf.models.loading.tokenization import (
         TEMPLATE_ERRORS,
+        declared_ends,
+        eos_token_ids,
         is_split,
+        load_processor,
+        load_tokenizer,
         reader_of,
         readers_of,
         rejoined,
         special_tokens,
         split_messages,
         split_text,
+        stop_at,
         unsplit,
         unsplit_places,
-    )
-    from lrlhf.models.loading.tokenization import (
-        declared_ends,
-        eos_token_ids,
-        load_processor,
-        load_tokenizer,
-        stop_at,
     )
     from lrlhf.models.media_inputs import (
         backbone_inputs,
@@ -69,7 +67,13 @@ if TYPE_CHECKING:
     )
     from lrlhf.models.modes import evaluating
     from lrlhf.models.reference import ReferencePolicy, frozen_reference
-    from lrlhf.models.reward_network import RewardNetwork, ScoreModel
+    from lrlhf.models.reward_network import (
+        RewardNetwork,
+        ScoreModel,
+        ValueModel,
+        ValueNetwork,
+        new_value_head,
+    )
     from lrlhf.models.scorers import HeadedBackbone, StockClassifier
     from lrlhf.models.step_model import (
         STEP_SEPARATOR,
@@ -93,7 +97,6 @@ if TYPE_CHECKING:
         sequence_outputs,
         sequence_values,
     )
-    from lrlhf.models.value_network import ValueModel, ValueNetwork, new_value_head
 else:
     __getattr__ = lazy_exports(__name__)
 

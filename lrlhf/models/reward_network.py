@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
+import torch
 from jaxtyping import Float
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lrlhf.models.heads import HeadConfig, HeadKind, Pooling
-from lrlhf.models.loading.deferred_weights import reading
+from lrlhf.models.backbone import allow_packing
+from lrlhf.models.heads import HeadConfig, HeadKind, Pooling, ValueHead, plain_model
+from lrlhf.models.loading.deferred_weights import device_for_new, reading, waits
+from lrlhf.models.loading.export import merged_state_dict, save_model
+from lrlhf.models.loading.model_sources import resolve_source
 from lrlhf.models.loading.pretrained import DType, PretrainedSpec
 from lrlhf.models.loading.reward_files import load_backbone, load_scorer, save_scorer
+from lrlhf.models.modes import evaluating, trial
 from lrlhf.models.scorers import HeadedBackbone, Scorer
+from lrlhf.models.sharding import device_of
+from lrlhf.models.token_logprobs import sequence_values
 from lrlhf.types import SequenceBatch
 
 
@@ -170,3 +180,153 @@ class ScoreModel(PretrainedSpec):
                 f"asks for {self.head_config()}. Make them equal to train on, or start from the "
                 "model below it."
             )
+
+
+_HEAD_WEIGHTS = "value_head.safetensors"
+
+
+class ValueNetwork(nn.Module):
+    """A backbone and a head: the value of the state in which each response token is chosen.
+
+    Args:
+        backbone: A causal model without its output head, as ``AutoModel`` loads it.
+        head: From hidden states to values.
+
+    Raises:
+        ValueError: The backbone lets a token see what follows it.
+    """
+
+    def __init__(self, backbone: PreTrainedModel | PeftModel, head: ValueHead) -> None:
+        super().__init__()
+        check_causal(plain_model(backbone), "its values would know the future")
+        allow_packing(backbone)
+        self.backbone = backbone
+        self.head = head
+
+    def forward(self, batch: SequenceBatch) -> Float[Tensor, "B T"]:
+        """Compute values aligned with the tokens, see :func:`lrlhf.models.sequence_values`."""
+        return sequence_values(self.backbone, self.head, batch)
+
+    def save_pretrained(
+        self, folder: str | Path | None, tokenizer: PreTrainedTokenizerBase | None = None
+    ) -> None:
+        """Write a folder that `ValueModel` loads; adapters are merged.
+
+        Args:
+            folder: Created where it does not exist; None: see `save_model`.
+            tokenizer: Written beside the weights.
+        """
+        save_model(self.backbone, folder, tokenizer)
+        head = merged_state_dict(self.head)
+        if folder is None:
+            return
+        weights = {name: value.contiguous() for name, value in head.items()}
+        save_file(weights, Path(folder) / _HEAD_WEIGHTS, metadata={"format": "pt"})
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ValueModel(PretrainedSpec):
+    """A critic: the body of a language model, of a trained reward model, or an exported critic.
+
+    It reads the policy's token ids, so it needs the policy's tokenizer.
+    """
+
+    head: HeadKind = "linear"
+    """``mlp``: linear, norm, SiLU, linear."""
+    reward_head: str | None = None
+    """Which head of a reward model the values start from; needed only if it has several."""
+
+    def load(self) -> ValueNetwork:
+        """Load the network, ready for training.
+
+        From a reward model it takes body and head, so that the value of the last state starts as
+        the reward; a new head is relative, see `ValueHead`.
+
+        Raises:
+            ValueError: The source leads to no model, an option does not fit it, the reward model
+                reads another layer than the last or pools over tokens, or the backbone is not
+                causal.
+        """
+        reward = load_scorer(self, trainable=True)
+        if isinstance(reward, HeadedBackbone):
+            return ValueNetwork(reward.backbone, self._head_of(reward))
+        body = load_backbone(self, trainable=True)
+        path = Path(resolve_source(self.source)) / _HEAD_WEIGHTS
+        if not path.is_file():
+            return ValueNetwork(body, new_value_head(body, self.head))
+        return ValueNetwork(body, self._stored_head(body, path))
+
+    def _head_of(self, reward: HeadedBackbone) -> ValueHead:
+        if reward.config.layer != -1:
+            raise ValueError(
+                f"source {self.source!r} is a reward model that reads block {reward.config.layer}; "
+                "a critic reads the last hidden state: start it from the model below"
+            )
+        only = reward.head_names[0] if len(reward.head_names) == 1 else None
+        name = self.reward_head or only
+        if name not in reward.head_names:
+            raise ValueError(
+                f"reward_head is {self.reward_head!r}, and the reward model {self.source!r} has "
+                f"{', '.join(reward.head_names)}: choose one of them"
+            )
+        if reward.config.head != self.head:
+            raise ValueError(
+                f"head is {self.head!r}, but the reward model {self.source!r} has heads of kind "
+                f"{reward.config.head!r}: make them equal"
+            )
+        if reward.config.pooling != "last":
+            raise ValueError(
+                f"source {self.source!r} is a reward model with pooling: {reward.config.pooling}, "
+                "whose head reads an average over a whole text, but a critic reads one state per "
+                "token, on which that head means nothing: train the reward model with pooling: "
+                "last, or start the critic from the language model below"
+            )
+        head = new_value_head(reward.backbone, self.head, relative=False)
+        head.copy_reward(reward.heads[name])  # type: ignore[arg-type]
+        return head
+
+    def _stored_head(self, body: PreTrainedModel | PeftModel, path: Path) -> ValueHead:
+        weights = load_file(path)
+        head = new_value_head(body, self.head, relative="scale" in weights)
+        own = head.state_dict()
+        if weights.keys() != own.keys() or any(weights[k].shape != own[k].shape for k in own):
+            raise ValueError(f"{path} holds no head of kind {self.head!r} for this backbone")
+        head.load_state_dict(weights)
+        head.is_new = False  # its unit is known, and its steps are those of trained weights
+        return head
+
+
+def new_value_head(
+    model: PreTrainedModel | PeftModel, kind: HeadKind, *, relative: bool = True
+) -> ValueHead:
+    """Build a value head that reads a model's hidden states."""
+    plain = plain_model(model)
+    size = int(plain.config.get_text_config().hidden_size)
+    return ValueHead(size, HeadConfig(head=kind).head, relative=relative).to(device_for_new(plain))
+
+
+@torch.no_grad()
+@trial()
+def check_causal(model: PreTrainedModel, otherwise: str) -> None:
+    """Compare the first state of two texts that differ in the last token only.
+
+    Args:
+        model: With its weights, or it is looked at once they are read.
+        otherwise: What would be wrong if it were not causal.
+
+    Raises:
+        ValueError: It lets a token see what follows it.
+    """
+    if waits(model, partial(check_causal, otherwise=otherwise)):
+        return
+    if model.device.type == "meta":  # a plan of a run's memory: there is nothing to compare
+        return
+    tokens = torch.tensor([[1, 1], [1, 2]], device=device_of(model))
+    with evaluating(model):
+        output = model.base_model(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+    hidden = output.last_hidden_state.float()
+    if (hidden[0, 0] - hidden[1, 0]).abs().max() > 1e-2 * hidden.abs().max():
+        raise ValueError(
+            f"{type(model).__name__} lets a token see what follows it, so {otherwise}: this "
+            "needs a causal model"
+        )

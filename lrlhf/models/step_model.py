@@ -22,8 +22,8 @@ from lrlhf.models.loading.pretrained import (
     load_pretrained,
 )
 from lrlhf.models.modes import evaluating, trial
+from lrlhf.models.reward_network import check_causal
 from lrlhf.models.sharding import device_of, within
-from lrlhf.models.value_network import check_causal
 from lrlhf.types import SequenceBatch
 
 STEP_SEPARATOR = "\n"

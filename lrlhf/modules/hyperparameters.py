@@ -22,7 +22,7 @@ from jsonargparse import ArgumentError, ArgumentParser, get_loader, set_loader
 from lrlhf.arguments import given_arguments
 from lrlhf.foreign_files import check_text, foreign_code, read_yaml
 from lrlhf.functional import ALGORITHMS, Algorithm
-from lrlhf.run.hidden_values import without_secrets
+from lrlhf.run.log_rows import without_secrets
 from lrlhf.secrets import HIDDEN
 
 ModuleT = TypeVar("ModuleT")

@@ -34,7 +34,7 @@ from lrlhf.rewards.functions.text_rewards import (
 from lrlhf.rewards.functions.verdict_rewards import VerdictCorrect, VerdictFormat
 from lrlhf.rewards.learned import LearnedReward
 from lrlhf.rewards.process import ProcessReward
-from lrlhf.statistics.proportions import Outcomes
+from lrlhf.statistics.intervals import Outcomes
 
 NamedFunction = str | RewardFunction | Callable[..., Any]
 """A reward function, or its import path or the short name of a built-in one."""

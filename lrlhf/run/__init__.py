@@ -6,7 +6,12 @@ from lrlhf.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from lrlhf.run.checkpoints.checkpoint_io import AtomicCheckpointIO, use_atomic_checkpoints
-    from lrlhf.run.collectives import Collectives
+    from lrlhf.run.collectives import (
+        Collectives,
+        SplitsModels,
+        minds_idle_parts,
+        waits_for_every_parameter,
+    )
     from lrlhf.run.gradient_updates import Updater, gradients_of
     from lrlhf.run.lightning_internals import trainer_of
     from lrlhf.run.lightning_loops import (
@@ -15,7 +20,6 @@ if TYPE_CHECKING:
         resume_where_it_stopped,
     )
     from lrlhf.run.seeding import run_seed, sample_seeds, seed_everything_for
-    from lrlhf.run.split_models import SplitsModels, minds_idle_parts, waits_for_every_parameter
     from lrlhf.run.supervision.signals import LostProcessError
     from lrlhf.run.supervision.watch import (
         DeadlineError,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import lightning as L
+from jsonargparse import Namespace
 from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.states import TrainerFn
@@ -21,6 +22,7 @@ from lrlhf.run.lightning_internals import forget_last_step, next_log_row, number
 from lrlhf.run.run_folder import hold_folder
 from lrlhf.run.seeding import LoadedStep
 from lrlhf.run.supervision.signals import Terminated
+from lrlhf.secrets import HIDDEN, hide, is_secret_name
 
 _KEY = "log_rows"
 
@@ -180,3 +182,30 @@ def _resume(trainer: L.Trainer, loaded: Mapping[str, Any]) -> None:
         row = loaded["row"]
         if row is not None:
             log.log_metrics(row["metrics"], step=row["step"])
+
+
+def without_secrets(value: Any, *, secret: bool = False) -> Any:
+    """Copy a config, with ``***`` for the secrets in it.
+
+    Args:
+        value: Mappings, namespaces and lists are gone through; other objects stay what they are.
+        secret: Whether the whole value stands under the name of a secret.
+    """
+    if isinstance(value, Namespace):
+        items = without_secrets(vars(value), secret=secret)
+        return Namespace(**items)  # type: ignore[no-untyped-call]
+    if isinstance(value, Mapping):
+        items = {
+            key: without_secrets(
+                part, secret=(secret or is_secret_name(str(key))) and key != "class_path"
+            )
+            for key, part in value.items()
+        }
+        return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
+    if type(value) in (list, tuple):
+        return type(value)(without_secrets(item, secret=secret) for item in value)
+    # digits alone are a number in YAML; a short one is no password
+    long_number = isinstance(value, int) and value > 99_999
+    if secret and value and (isinstance(value, str) or long_number):
+        return HIDDEN
+    return hide(value) if isinstance(value, str) else value

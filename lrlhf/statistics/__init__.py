@@ -9,19 +9,17 @@ if TYPE_CHECKING:
     from lrlhf.statistics.paired import (
         Variances,
         Wins,
+        detectable_difference,
         holm,
         mean_by_sign_flips,
         paired_difference,
+        power,
+        prompts_needed,
+        seeds_needed,
         variances,
         wins,
     )
     from lrlhf.statistics.repeated_samples import pass_at_k
-    from lrlhf.statistics.sample_sizes import (
-        detectable_difference,
-        power,
-        prompts_needed,
-        seeds_needed,
-    )
 else:
     __getattr__ = lazy_exports(__name__)
 

@@ -6,6 +6,7 @@ Both depend on which answers there are, and not on their order.
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 
@@ -98,3 +99,29 @@ def judged_together(
             votes = [(answer, float(right)) for answer, right in pairs if right is not None]
             found[name] = majority_score(*zip(*votes, strict=True))
     return found
+
+
+_PREFIX = re.compile(r"^t[\d.e+-]+/")
+
+
+def temperature_name(temperature: float) -> str:
+    """Return what the metrics of a temperature are grouped by, such as ``t0.7``."""
+    return f"t{temperature:g}"
+
+
+def temperature_prefix(temperature: float | None, main: float | None) -> str:
+    """Return what metrics of an answer begin with beside others, such as ``t0.7/``.
+
+    Args:
+        temperature: Of the answer; None: nobody says.
+        main: The temperature whose metrics have plain names.
+
+    Returns:
+        Nothing for answers at the main temperature, which those are taken to be that do not say.
+    """
+    return "" if temperature in (None, main) else f"{temperature_name(temperature)}/"
+
+
+def plain_name(metric: str) -> str:
+    """Return what a metric is called without its temperature."""
+    return _PREFIX.sub("", metric)

@@ -31,11 +31,14 @@ from lrlhf.models import ValueHead, media_modules
 from lrlhf.models.heads import RewardHead
 from lrlhf.models.loading.deferred_weights import read, reading
 from lrlhf.models.sharding import load_state, make_whole, settle
-from lrlhf.run.checkpoints.optimizer_states import load_optimizer_state, optimizer_state
-from lrlhf.run.checkpoints.sharded_checkpoint import FolderCheckpoints
+from lrlhf.run.checkpoints.sharded_checkpoint import (
+    FolderCheckpoints,
+    load_optimizer_state,
+    optimizer_state,
+)
+from lrlhf.run.collectives import leave_inference_mode, refuse_quantised, trained_models
 from lrlhf.run.gradient_updates import device_memory, reduces_each
 from lrlhf.run.lightning_internals import choose_backend, move_optimizers
-from lrlhf.run.split_models import leave_inference_mode, refuse_quantised, trained_models
 
 
 class FSDP2(FolderCheckpoints, DDPStrategy):

@@ -10,8 +10,8 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from lrlhf.callbacks import PairPage
+from lrlhf.callbacks.reports.curves import picture
 from lrlhf.callbacks.reports.pair_page import _lines
-from lrlhf.callbacks.reports.pictures import picture
 from lrlhf.media import Audio
 from lrlhf.types import Media, PreferenceBatch, SequenceBatch
 from tests.callbacks.fakes import trainer

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lrlhf.cli.config_files import read_config_files
-from lrlhf.cli.model_flags import with_sources
+from lrlhf.cli.config_files import read_config_files, with_sources
 
 TEXT = "model: {class_path: RLOO, init_args: {policy: tiny}}\n"
 GROUP = "model: {class_path: RLOO, init_args: {policy: {source: tiny}}}\n"

@@ -11,7 +11,7 @@ import yaml
 from jsonargparse import Namespace
 
 from lrlhf.cli import run
-from lrlhf.run.hidden_values import without_secrets
+from lrlhf.run.log_rows import without_secrets
 from lrlhf.secrets import HIDDEN, hide, is_secret_name, safe
 from tests.cli.conftest import CONFIG
 from tests.cli.toys import ToyModule, ToyPolicy

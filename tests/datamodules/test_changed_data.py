@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from lrlhf.datamodules import PreferenceDataModule, PromptDataModule
-from lrlhf.datamodules.loading.data_fingerprint import fingerprint
+from lrlhf.datamodules.loading.loader import fingerprint
 from lrlhf.datamodules.rows.chat import Text
 from lrlhf.datamodules.rows.collate import PromptRow
 from lrlhf.datamodules.rows.media_rows import Unread

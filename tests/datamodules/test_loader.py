@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from lrlhf.datamodules.loading.loader import EvalLoader, Ranks, TrainLoader
-from lrlhf.datamodules.loading.order import EpochOrder
+from lrlhf.datamodules.loading.loader import EpochOrder, EvalLoader, Ranks, TrainLoader
 from lrlhf.datamodules.loading.sources import Fetching
 
 

@@ -1,4 +1,4 @@
-from lrlhf.datamodules.loading.order import BalancedOrder, EpochOrder
+from lrlhf.datamodules.loading.loader import BalancedOrder, EpochOrder
 
 
 def test_shares_that_do_not_divide_are_rounded_by_largest_remainder() -> None:

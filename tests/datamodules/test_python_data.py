@@ -19,7 +19,7 @@ from lrlhf.datamodules import (
     PromptDataModule,
     Weighted,
 )
-from lrlhf.datamodules.loading.data_fingerprint import fingerprint
+from lrlhf.datamodules.loading.loader import fingerprint
 from tests.datamodules.conftest import (
     TOKENIZER,
     Remembers,

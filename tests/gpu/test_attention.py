@@ -32,8 +32,8 @@ from lrlhf.functional import token_logprobs
 from lrlhf.models import allow_packing, sequence_logprobs
 from lrlhf.models.backbone import keep_attention
 from lrlhf.models.loading.pretrained import compile_layers
-from lrlhf.models.packed import flex
 from lrlhf.models.packed import packed_attention as attention
+from lrlhf.models.packed import packed_attention as flex
 from lrlhf.models.packed.packing import compact, find_trees, pack
 from lrlhf.models.sharding import device_of
 from lrlhf.modules import PPO, RLOO, Critic
@@ -153,7 +153,7 @@ def test_attention_sinks_go_through_flex_attention_where_it_is_asked_for(
     assert flexed == [True, True]
 
 
-@pytest.mark.gpu_lines("lrlhf.models.packed.flex")
+@pytest.mark.gpu_lines("lrlhf.models.packed.packed_attention")
 @pytest.mark.parametrize("changed", ["small heads", "float64", "sdpa"])
 def test_what_it_does_not_compute_goes_through_sdpa(changed: str, flexed: list[bool]) -> None:
     model = on_gpu(small_heads if changed == "small heads" else llama)

@@ -24,7 +24,7 @@ from lrlhf.models import (
     sequence_logprobs,
 )
 from lrlhf.models.heads import check_output_head
-from lrlhf.models.value_network import check_causal
+from lrlhf.models.reward_network import check_causal
 from lrlhf.rollout.engines.transformers_engine import trial_prompts
 from lrlhf.types import SequenceBatch
 from tests.models.families import _SIZES, llama, right_padded, seeded

@@ -22,7 +22,8 @@ from transformers.masking_utils import flash_attention_mask
 
 from lrlhf.models import allow_packing, packs, sequence_logprobs
 from lrlhf.models.backbone import _wants_tour, keep_attention
-from lrlhf.models.packed import flex, packing
+from lrlhf.models.packed import packed_attention as flex
+from lrlhf.models.packed import packing
 from lrlhf.models.packed.packed_attention import _whole_mask
 from lrlhf.models.packed.packing import compact, find_trees, pack
 from lrlhf.types import SequenceBatch

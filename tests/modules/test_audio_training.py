@@ -35,7 +35,7 @@ from lrlhf.modules import (
 from lrlhf.modules.checks import refuse_idle_encoder
 from lrlhf.rewards import LearnedReward, RemoteReward, Rewards
 from lrlhf.rewards.function import RewardError
-from lrlhf.statistics.proportions import wilson_interval
+from lrlhf.statistics.intervals import wilson_interval
 from tests.hearing import RATE, build_hearing, save_hearing, tone
 from tests.modules.policy_runs import assert_same, moved, sgd, weights
 from tests.modules.reward_runs import trainer

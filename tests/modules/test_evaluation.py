@@ -17,7 +17,7 @@ from lrlhf.modules import PPO, RLOO, Critic, Evaluation
 from lrlhf.modules.hyperparameters import NOT_KEPT, as_hyperparameters
 from lrlhf.rewards import ExactMatch, NumericAnswer, RewardFunction, Rewards
 from lrlhf.rollout import Sampling, TransformersEngine
-from lrlhf.statistics.proportions import Outcomes
+from lrlhf.statistics.intervals import Outcomes
 from lrlhf.types import Rollout
 from tests.modules.policy_runs import letters
 from tests.rollout.scripted_engine import ScriptedEngine

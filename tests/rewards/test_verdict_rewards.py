@@ -14,7 +14,7 @@ from lrlhf.rewards import (
     VerdictFormat,
 )
 from lrlhf.rewards.judge.verdicts import FORMS, SWAPPED, verdict_form
-from lrlhf.statistics.proportions import Outcomes
+from lrlhf.statistics.intervals import Outcomes
 
 ANSWER = "<answer>Image 1 is better</answer>"
 MALFORMED_ANSWERS = [

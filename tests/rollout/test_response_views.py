@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.apps.lab.reward_lab.given import given_responses
+from lrlhf.apps.lab.reward_lab.responses import given_responses
 from lrlhf.apps.lab.reward_lab.scoring import score_responses
-from lrlhf.apps.serve.limits import RequestLimits
-from lrlhf.apps.serve.score_request import read_score_request
+from lrlhf.apps.serve.score_request import RequestLimits, read_score_request
 from lrlhf.datamodules.rows.chat import ChatFormat
 from lrlhf.environments import Episodes, TextEnvironment, ToolCall
 from lrlhf.environments.session import Asked, Reaction

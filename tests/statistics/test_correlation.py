@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from lrlhf.statistics.correlation import ranks, spearman, spearman_interval
-from lrlhf.statistics.proportions import wilson_interval
+from lrlhf.statistics.intervals import wilson_interval
 
 
 def test_equal_values_share_their_mean_rank() -> None:

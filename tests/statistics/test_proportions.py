@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lrlhf.statistics.proportions import share_interval, wilson_interval
+from lrlhf.statistics.intervals import share_interval, wilson_interval
 
 
 def test_independent_outcomes_have_wilsons_interval() -> None:

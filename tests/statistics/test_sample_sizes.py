@@ -12,8 +12,8 @@ from lrlhf.statistics import (
     prompts_needed,
     seeds_needed,
 )
-from lrlhf.statistics.proportions import unseen_share
-from lrlhf.statistics.sample_sizes import fewest_prompts
+from lrlhf.statistics.intervals import unseen_share
+from lrlhf.statistics.paired import fewest_prompts
 
 NOTHING = Variances(0.0, (0.0, 0.0), (0.0, 0.0))
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lrlhf.statistics.student_t import t_quantile, t_test_power, two_sided_p
+from lrlhf.statistics.intervals import t_quantile, t_test_power, two_sided_p
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lrlhf.statistics.temperatures import plain_name, temperature_name, temperature_prefix
+from lrlhf.statistics.repeated_samples import plain_name, temperature_name, temperature_prefix
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from lrlhf.models.sharding import CheckpointMismatchError
-from lrlhf.run.checkpoints.optimizer_states import (
+from lrlhf.run.checkpoints.sharded_checkpoint import (
     load_optimizer_state,
     optimizer_state,
     stored_names,

@@ -12,8 +12,8 @@ except ImportError as error:
     ) from error
 
 from lrlhf.apps.serve.app import RewardService, create_app
-from lrlhf.apps.serve.limits import QueueOptions, RequestLimits
-from lrlhf.apps.serve.scoring import Scorer
+from lrlhf.apps.serve.batcher import Scorer
+from lrlhf.apps.serve.score_request import QueueOptions, RequestLimits
 from lrlhf.apps.serve.server import check_exposure, serve
 from lrlhf.rewards.remote.service_client import read_token
 

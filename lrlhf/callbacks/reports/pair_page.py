@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageOps
 from lrlhf.arguments import KeepsArguments
 from lrlhf.callbacks.eval_jsonl import is_evaluation
 from lrlhf.callbacks.output_files import atomic_write, hold_output_folder, output_folder
-from lrlhf.callbacks.reports.pictures import picture
+from lrlhf.callbacks.reports.curves import picture
 from lrlhf.run.seeding import model_step
 from lrlhf.types import PreferenceBatch
 

@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lrlhf.callbacks.reports.curves import stack, strip
 from lrlhf.callbacks.reports.markdown import inert
 from lrlhf.callbacks.reports.markdown import table as markdown_table
-from lrlhf.callbacks.reports.pictures import stack, strip
 from lrlhf.callbacks.reports.progress import short
 from lrlhf.secrets import escaped
 from lrlhf.types import Media

@@ -2,20 +2,119 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import traceback
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import lightning as L
+from huggingface_hub.utils.tqdm import enable_progress_bars
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from transformers.utils import logging as transformers_logging
 
 from lrlhf.cli.config_files import ConfigFile, folders_of_own_code
-from lrlhf.cli.messages.causes import explains_itself, raised_in
 from lrlhf.cli.messages.errors import ConfigError, UserError, ValidationError
+from lrlhf.cli.messages.errors import say_error as _end
 from lrlhf.cli.messages.locations import Complaint, locate, locate_refusal, read_complaint
-from lrlhf.cli.messages.terminal import say_error as _end
+from lrlhf.guard import TrainingDivergedError
 from lrlhf.planning.checks.mistake import MistakeError, RefusedError
+from lrlhf.rewards import RewardError
+from lrlhf.rewards.function import MissingColumnError
+from lrlhf.run.quiet_output import (
+    DropNoise,
+    ignore_needless_warnings,
+    noisy_handlers,
+    our_handler,
+    our_level,
+)
 from lrlhf.run.supervision.signals import Terminated, checkpoint_to_continue
+
+_PATHS = (
+    FileNotFoundError,
+    NotADirectoryError,
+    IsADirectoryError,
+    FileExistsError,
+    PermissionError,
+)
+"""About a path that does not fit; other errors of the system are about the machine."""
+
+_NO_INPUT = (RewardError, TrainingDivergedError)
+"""What a run comes to, although they are `ValueError`s."""
+
+
+class Progress(L.Callback):
+    """Knows how far a run has come, and so whose errors are whose."""
+
+    def __init__(self) -> None:
+        self._batches = 0
+        """Begun; of any stage."""
+        self._trained = False
+
+    def blames_user(self, error: Exception) -> bool:
+        """Tell whether an error that ended the run is about the config or what it names."""
+        if self._trained:
+            return isinstance(error, MissingColumnError)
+        if isinstance(error, _PATHS) and self._batches:
+            return False
+        return _is_about_input(error)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._batches += 1
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._trained = True
+
+    def on_validation_batch_start(self, *_: Any) -> None:
+        self._batches += 1
+
+    def on_test_batch_start(self, *_: Any) -> None:
+        self._batches += 1
+
+    def on_predict_batch_start(self, *_: Any) -> None:
+        self._batches += 1
+
+
+@contextlib.contextmanager
+def blaming_user() -> Iterator[None]:
+    """Hold errors of the body that are about the input for the user's.
+
+    Raises:
+        UserError: There was one.
+    """
+    try:
+        yield
+    except Exception as error:
+        if _is_about_input(error):
+            raise UserError from error
+        raise
+
+
+def _is_about_input(error: Exception) -> bool:
+    if isinstance(error, _NO_INPUT) and not isinstance(error, MissingColumnError):
+        return False
+    if isinstance(error, ValueError) and raised_in(error).startswith("lightning."):
+        return True
+    kinds = (ValueError, ImportError, MisconfigurationException)
+    return isinstance(error, _PATHS) or (isinstance(error, kinds) and explains_itself(error))
+
+
+def explains_itself(error: BaseException) -> bool:
+    """Whether the message of an error during a run is for the user."""
+    if isinstance(error, OSError | MisconfigurationException):
+        return True
+    modules = [type(error).__module__]
+    if isinstance(error, ValueError | ImportError):
+        modules.append(raised_in(error))
+    return any(name.startswith("lrlhf.") for name in modules)
+
+
+def raised_in(error: BaseException) -> str:
+    """Name of the module whose code raised."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return str(frames[-1].f_globals.get("__name__", ""))
 
 
 def how_to_continue(trainer: L.Trainer) -> str:
@@ -125,3 +224,27 @@ def _is_about_arguments(error: BaseException) -> bool:
 def _end_unexpected(error: BaseException) -> int:
     text = f"unexpected {type(error).__name__}: {error}"
     return _end(error, text, status=1, show=True)
+
+
+def configure_output(*, debug: bool) -> None:
+    """Send our log messages of the first rank to stderr and quieten the rest.
+
+    With ``debug`` other libraries are left alone, and our debug messages of every rank are shown.
+    """
+    ours = logging.getLogger("lrlhf")
+    ours.handlers = [our_handler(debug=debug)]
+    ours.setLevel(logging.DEBUG if debug else our_level())
+    if not debug:
+        _quieten_others()
+
+
+def _quieten_others() -> None:
+    for handler in noisy_handlers():
+        handler.addFilter(DropNoise())
+    # it writes to standard output, where a printed config is to be nothing else
+    logging.getLogger("DeepSpeed").addFilter(DropNoise())
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    enable_progress_bars()  # the line above also hides downloads, which a person waits for
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    ignore_needless_warnings()

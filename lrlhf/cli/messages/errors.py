@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import sys
+import traceback
 from collections.abc import Iterable
+
+from lrlhf.secrets import safe
 
 _MAX_LISTED = 16
 
@@ -36,3 +40,12 @@ def hint(word: str, accepted: Iterable[str], *, listed_as: str = "accepted") -> 
     if close:
         return f"; did you mean '{close[0]}'?"
     return f"; {listed_as}: {', '.join(words)}" if 0 < len(words) <= _MAX_LISTED else ""
+
+
+def say_error(error: BaseException, text: str, *, status: int, show: bool) -> int:
+    """Write why a command ends, with ``show`` the traceback before it, and return ``status``."""
+    if show:
+        sys.stderr.write(safe("".join(traceback.format_exception(error))))
+    told = "; ".join([text, *getattr(error, "__notes__", ())])
+    sys.stderr.write(f"error: {safe(told)}\n")
+    return status

@@ -13,10 +13,9 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.datamodules.loading.loader import Ranks
-from lrlhf.datamodules.loading.order import EpochOrder, Rows
+from lrlhf.datamodules.core import RowKind
+from lrlhf.datamodules.loading.loader import EpochOrder, Ranks, Rows
 from lrlhf.datamodules.loading.sources import Entries, Fetching, Row
-from lrlhf.datamodules.row_kind import RowKind
 from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.chat import ChatFormat, Text, read_messages, tokenize, with_system
 from lrlhf.datamodules.rows.collate import Candidate, right_padded

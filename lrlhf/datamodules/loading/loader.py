@@ -7,20 +7,263 @@ would put the saved position one batch too far.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Generic, Protocol, TypeVar
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import lightning as L
+import numpy as np
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
 
-from lrlhf.datamodules.loading.data_fingerprint import fingerprint
-from lrlhf.datamodules.loading.order import Order
 from lrlhf.datamodules.loading.sources import Fetching
+from lrlhf.datamodules.rows.media_rows import Unread
+from lrlhf.media import MediaRefs
+from lrlhf.media.refs import MediaPart, file_digest
+from lrlhf.rollout.balance import partition
+
+_THREADS = 8
+
+_JSON = {str, int, float, bool, type(None), dict, list, tuple}
+"""Of these, json makes one line, which takes a tenth of the time of going through them here."""
+
+
+class Fingerprint(NamedTuple):
+    """Digests of all rows in their order."""
+
+    data: str
+    """Of what rows hold: texts, columns, labels, and the names of files."""
+    tokens: str
+    """Of the token ids, which depend on the tokenizer too."""
+    files: str
+    """Of what is in the files that rows name, such as images: the size of each, and all of it up to
+    64 KiB, else four pieces of 16 KiB evenly from its first to its last byte. An image that was
+    made anew has another size or, compressed, another end; a change that keeps the size and lies
+    between two pieces is not seen. Empty where rows name no file."""
+
+
+def fingerprint(rows: Iterable[object], *, read_files: bool = True) -> Fingerprint:
+    """Digest rows; equal rows in equal order have equal digests, in every process.
+
+    A folder that was moved makes no difference: of a path only the name counts, and the file.
+    Without ``read_files`` only the name does.
+    """
+    digest, files = _Digest(), hashlib.blake2b(digest_size=16)
+    for row in rows:
+        digest.feed(row)
+    if digest.files and read_files:
+        with ThreadPoolExecutor(_THREADS) as pool:  # disks of a network answer late
+            for content in pool.map(file_digest, digest.files):
+                files.update(content or b"missing")
+    contents = files.hexdigest() if digest.files and read_files else ""
+    return Fingerprint(digest.data.hexdigest(), digest.tokens.hexdigest(), contents)
+
+
+class _Digest:
+    """Goes through the parts of rows."""
+
+    def __init__(self) -> None:
+        self.data, self.tokens = (hashlib.blake2b(digest_size=16) for _ in range(2))
+        self.files: dict[Path, None] = {}  # in the order in which they are named, each once
+
+    def feed(self, value: Any) -> None:
+        if type(value) in _JSON:
+            try:
+                self.data.update(json.dumps(value, sort_keys=True).encode() + b"\n")
+            except (TypeError, ValueError):  # something in it that JSON has no form for
+                self._feed_parts(value)
+        elif isinstance(value, np.ndarray | Tensor | Image.Image):
+            array = np.ascontiguousarray(
+                value.detach().cpu() if isinstance(value, Tensor) else value
+            )
+            if array.dtype == object:  # its bytes are addresses
+                self._feed_parts(array.tolist())
+                return
+            digest = self.tokens if array.dtype == np.int32 else self.data
+            digest.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
+        elif isinstance(value, bytes | bytearray):
+            self.data.update(b"b%d:" % len(value) + value)
+        elif isinstance(value, Path):
+            self.files[value] = None
+            self.feed(value.name)
+        else:
+            self._feed_parts(value)
+
+    def _feed_parts(self, value: Any) -> None:
+        self.data.update(b"(")
+        for part in self._parts(value):
+            self.feed(part)
+        self.data.update(b")")
+
+    def _parts(self, value: Any) -> Iterable[Any]:
+        if isinstance(value, Mapping):
+            return (part for key in sorted(value, key=str) for part in (str(key), value[key]))
+        if isinstance(value, list | tuple):
+            return value
+        if isinstance(value, set | frozenset):
+            return sorted(value, key=str)  # their own order is another in every process
+        if isinstance(value, Unread):
+            return (value.refs,)  # its text was made of the row by the chat template
+        if isinstance(value, MediaRefs):
+            return (_named(entry) for entry in value.everything)
+        if is_dataclass(value):
+            return (getattr(value, field.name) for field in fields(value) if field.compare)
+        # dates and the like; what prints its address would differ in every process
+        text = str(value)
+        return (type(value).__name__, "" if " at 0x" in text else text)
+
+
+def _named(media: Any) -> Any:
+    """Return an image, video or audio, as a `Path` where it is given by one."""
+    if isinstance(media, MediaPart):
+        return [_named(media.value), media.options]
+    if isinstance(media, Mapping):
+        if media.get("array") is not None:
+            return [media["array"], media.get("sampling_rate")]
+        return media.get("bytes") or _named(media.get("path"))
+    if isinstance(media, list | tuple):
+        return [_named(entry) for entry in media]
+    if isinstance(media, str) and not media.startswith("data:"):
+        return Path(media)
+    return media
+
+
+Rows = NDArray[np.int64]
+
+
+class Order(Protocol):
+    """In which order each epoch goes through the rows."""
+
+    @property
+    def seed(self) -> int:
+        """What the order is a function of; a resumed run must have the same."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def epoch(self, epoch: int) -> Rows:
+        """Return the row indices of an epoch in their order."""
+        ...
+
+
+@dataclass(frozen=True)
+class EpochOrder:
+    """Seeded order of the rows of one or several sources.
+
+    Without weights an epoch holds every row once. With weights an epoch is as long as all sources
+    together, and source ``i`` fills the share ``weights[i] / sum(weights)`` of it. Each source
+    runs through its own permutations, which go on from one epoch to the next: all of its rows
+    come once before any comes again, so a small share loses no rows, it only takes longer.
+    """
+
+    members: Sequence[Sequence[int]]
+    weights: Sequence[float] | None
+    seed: int
+
+    def __len__(self) -> int:
+        return sum(map(len, self.members))
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Rows of each source in an epoch: shares rounded by largest remainder."""
+        if self.weights is None:
+            return tuple(map(len, self.members))
+        exact = np.asarray(self.weights) / sum(self.weights) * len(self)
+        counts = np.floor(exact).astype(int)
+        by_remainder = np.argsort(counts - exact, kind="stable")
+        counts[by_remainder[: len(self) - counts.sum()]] += 1
+        return tuple(counts.tolist())
+
+    def epoch(self, epoch: int) -> Rows:
+        """Return the row indices of an epoch in their order."""
+        rows = np.concatenate(
+            [
+                self._stretch(source, epoch * count, count)
+                for source, count in enumerate(self.counts)
+            ]
+        )
+        return rows[np.random.default_rng([self.seed, 0, epoch]).permutation(len(rows))]
+
+    def _stretch(self, source: int, start: int, count: int) -> Rows:
+        """Take the stretch of a source's endless sequence of permutations."""
+        members = np.asarray(self.members[source], dtype=np.int64)
+        size = len(members)
+        if count == 0:
+            return members[:0]
+        passes = range(start // size, (start + count - 1) // size + 1)
+        stretch = np.concatenate(
+            [
+                members[np.random.default_rng([self.seed, 1, source, turn]).permutation(size)]
+                for turn in passes
+            ]
+        )
+        offset = start - passes[0] * size
+        return stretch[offset : offset + count]
+
+
+@dataclass(frozen=True)
+class GivenOrder:
+    """The rows as they are given, round and round.
+
+    An epoch takes ``per_epoch`` of them; the next one begins with the row after them, so the rows
+    that are left over at the end are not always the same.
+    """
+
+    size: int
+    per_epoch: int
+    seed: int
+    """Without effect on the order; a resumed run is compared by it."""
+
+    def __len__(self) -> int:
+        return self.size
+
+    def epoch(self, epoch: int) -> Rows:
+        """Return the row indices of an epoch in their order."""
+        return (np.arange(self.size, dtype=np.int64) + epoch * self.per_epoch) % self.size
+
+
+@dataclass(frozen=True)
+class BalancedOrder:
+    """Another order, in which the ranks' shares of each batch have about equally many tokens.
+
+    The rows of a batch of all ranks are those of the other order, and so is what an optimizer step
+    learns from; only which rank gets which of them is another.
+    """
+
+    order: Order
+    costs: Sequence[int]
+    """Tokens of every row."""
+    batch_size: int
+    world: int
+
+    @property
+    def seed(self) -> int:
+        """Of the other order."""
+        return self.order.seed
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def epoch(self, epoch: int) -> Rows:
+        """Return the row indices of an epoch, where each batch has its first rank's rows first."""
+        rows = self.order.epoch(epoch).copy()
+        size = self.batch_size * self.world
+        for start in range(0, len(rows) - size + 1, size):
+            batch = rows[start : start + size]
+            shares = partition([self.costs[row] for row in batch], self.world, equal_counts=True)
+            rows[start : start + size] = batch[np.concatenate(shares)]
+        return rows
+
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from lrlhf.datamodules.loading.data_fingerprint import fingerprint
-from lrlhf.datamodules.loading.order import EpochOrder
+from lrlhf.datamodules.loading.loader import EpochOrder, fingerprint
 from lrlhf.datamodules.loading.sources import Component, Entries, Source, entries_of
 from lrlhf.datamodules.rows.bad_rows import BadDataError
 from lrlhf.run.collectives import Collectives

@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from lrlhf.statistics.intervals import likely_bounds, mean_interval
-from lrlhf.statistics.proportions import Outcomes, share_interval
+from lrlhf.statistics.intervals import Outcomes, likely_bounds, mean_interval, share_interval
 
 
 class Measurement(NamedTuple):

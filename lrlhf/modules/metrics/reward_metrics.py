@@ -16,7 +16,7 @@ from torchmetrics.utilities import dim_zero_cat
 
 from lrlhf.modules.metrics.measurement import Measurement
 from lrlhf.run import Collectives
-from lrlhf.statistics.proportions import share_interval
+from lrlhf.statistics.intervals import share_interval
 
 INTERVAL = ("accuracy_low", "accuracy_high", "pairs")
 """What an evaluation says of an accuracy: its interval, and the pairs behind it."""

@@ -25,8 +25,7 @@ from lrlhf.rollout import Collected, Sampling
 from lrlhf.rollout.records import written_text
 from lrlhf.rollout.responses import prompt_token_ids
 from lrlhf.run import Collectives, sample_seeds
-from lrlhf.statistics.repeated_samples import judged_together
-from lrlhf.statistics.temperatures import temperature_name
+from lrlhf.statistics.repeated_samples import judged_together, temperature_name
 from lrlhf.types import PromptBatch, Rollout
 
 _STREAM = 1_000_003

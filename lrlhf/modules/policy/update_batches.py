@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from lrlhf.models import looking_once, packs, plain_model
 from lrlhf.modules.policy.iteration import Iteration
 from lrlhf.modules.policy.policy_settings import PolicySettings
-from lrlhf.rollout.minibatches import MicroBatch, minibatches, trim
 from lrlhf.rollout import plan_micro_batches as plan_own
+from lrlhf.rollout.minibatches import MicroBatch, minibatches, trim
 from lrlhf.run.sequence_balancing import balance_over_ranks
 from lrlhf.types import Experience, SequenceBatch
 

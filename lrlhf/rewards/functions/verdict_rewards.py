@@ -16,7 +16,7 @@ from lrlhf.rewards.function import (
 )
 from lrlhf.rewards.judge.verdicts import SWAPPED, Choice, FormName, verdict_form
 from lrlhf.rewards.reward_values import shorten
-from lrlhf.statistics.proportions import Outcomes
+from lrlhf.statistics.intervals import Outcomes
 
 
 class _Said(NamedTuple):

@@ -11,9 +11,8 @@ import pytest
 from PIL import Image
 
 from lrlhf.apps.lab.reward_lab import Lab, Response, as_json, as_page, as_text, look_at
-from lrlhf.apps.lab.reward_lab.given import given_responses
 from lrlhf.apps.lab.reward_lab.lab import Part
-from lrlhf.apps.lab.reward_lab.responses import of_record
+from lrlhf.apps.lab.reward_lab.responses import given_responses, of_record
 from lrlhf.apps.lab.reward_lab.scoring import (
     ScoredResponses,
     reads_media,
@@ -24,7 +23,7 @@ from lrlhf.datamodules.rows.media_rows import MediaReader
 from lrlhf.media import MediaRefs
 from lrlhf.rewards import Rewards
 from lrlhf.rewards.functions.numeric_answer import NumericAnswer
-from lrlhf.statistics.proportions import wilson_interval
+from lrlhf.statistics.intervals import wilson_interval
 from tests.conftest import build_tokenizer
 from tests.vlms import build_vlm
 

@@ -294,7 +294,7 @@ def test_who_gives_up_while_media_wait_gives_the_room_back(serving: Serving) -> 
 def test_a_long_request_is_scored_in_parts_and_others_in_between(
     serving: Serving, text_reward: str, text_scores: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import lrlhf.apps.serve.scoring as module  # noqa: PLC0415  its number is replaced
+    import lrlhf.apps.serve.batcher as module  # noqa: PLC0415  its number is replaced
 
     monkeypatch.setattr(module, "_PART_COST", 150)
     entered, go = threading.Event(), threading.Event()

@@ -25,7 +25,7 @@ from lrlhf.apps.lab.audit.text_faults import languages, text_faults
 from lrlhf.datamodules.core import RowDataModule
 from lrlhf.media import MediaError, media_name
 from lrlhf.media.decode import check_image
-from lrlhf.statistics.proportions import share_interval
+from lrlhf.statistics.intervals import share_interval
 
 _NOTED, _GRAVE = 0.05, 0.15
 """How far from one half a share must be to be a finding, and to be a warning."""

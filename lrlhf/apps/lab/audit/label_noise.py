@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lrlhf.apps.lab.audit.findings import FaultKind, Finding, Measure, RowToLookAt
 from lrlhf.apps.lab.audit.rows import AuditedRow
-from lrlhf.statistics.proportions import share_interval
+from lrlhf.statistics.intervals import share_interval
 
 DOUBTFUL = FaultKind(
     "doubtful labels",

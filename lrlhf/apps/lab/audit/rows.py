@@ -11,11 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.datamodules.core import RowDataModule
+from lrlhf.datamodules.core import RowDataModule, RowKind
 from lrlhf.datamodules.loading.sources import Row
 from lrlhf.datamodules.loading.splits import Located, Split
 from lrlhf.datamodules.loading.validation import title_of
-from lrlhf.datamodules.row_kind import RowKind
 from lrlhf.datamodules.rows.bad_rows import BadRow, BadRows
 from lrlhf.datamodules.rows.chat import ChatFormat, Span
 from lrlhf.datamodules.rows.collate import Candidate

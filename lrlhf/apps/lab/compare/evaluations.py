@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lrlhf.apps.lab.run_files import RunFiles, records
-from lrlhf.statistics.repeated_samples import judged_together, usual_sizes
-from lrlhf.statistics.temperatures import plain_name, temperature_prefix
+from lrlhf.statistics.repeated_samples import (
+    judged_together,
+    plain_name,
+    temperature_prefix,
+    usual_sizes,
+)
 
 Key = tuple[str, ...]
 RIGHT = "pass@1"

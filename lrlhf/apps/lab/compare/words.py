@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from lrlhf.apps.lab.compare.comparison import Comparison, Power, Row
 from lrlhf.statistics import Estimate
-from lrlhf.statistics.proportions import unseen_share
-from lrlhf.statistics.sample_sizes import fewest_prompts
-from lrlhf.statistics.temperatures import plain_name
+from lrlhf.statistics.intervals import unseen_share
+from lrlhf.statistics.paired import fewest_prompts
+from lrlhf.statistics.repeated_samples import plain_name
 
 _LEVEL = 0.05
 _FEW = 10

@@ -1,7 +1,6 @@
 """What the rewards of a config, or of a run, say: an audit of their values."""
 
-from lrlhf.apps.lab.reward_lab.lab import Lab, look_at
-from lrlhf.apps.lab.reward_lab.report import as_json, as_page, as_text
+from lrlhf.apps.lab.reward_lab.lab import Lab, as_json, as_page, as_text, look_at
 from lrlhf.apps.lab.reward_lab.responses import Response, responses_of_run
 
 __all__ = [

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from lrlhf.apps.lab.inspector.page_data import Judged, head_statistics, page_of
-from lrlhf.apps.lab.inspector.texts import Texts
+from lrlhf.apps.lab.inspector.inspector import Judged, Texts, head_statistics, page_of
 from tests.apps.lab.inspector.runs import write_lines
 
 

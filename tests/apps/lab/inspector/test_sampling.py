@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lrlhf.apps.lab.inspector import write_inspector
-from lrlhf.apps.lab.inspector.sampling import (
+from lrlhf.apps.lab.inspector.inspector import (
     Source,
     chosen_lines,
     counted,

@@ -6,7 +6,7 @@ from pathlib import Path
 from PIL import Image
 
 from lrlhf.apps.lab.inspector import write_inspector
-from lrlhf.apps.lab.inspector.page_data import Thumbnails
+from lrlhf.apps.lab.inspector.inspector import Thumbnails
 from lrlhf.apps.lab.run_files import RunFiles
 from tests.apps.lab.inspector.runs import write_lines
 
