@@ -114,7 +114,9 @@ def hidden_states(
         marks = tuple(placeholder_ids(plain.config).values())
         trees = find_trees(rows, batch.group_ids if share else None, batch.media, marks)
         if any(tree.tokens for tree in trees):
-            packed = pack(rows, trees, tour=_wants_tour(plain, rows.input_ids.device))
+            packed = pack(
+                rows, trees, depth_first=_uses_depth_first_order(plain, rows.input_ids.device)
+            )
     if packed is None:
         chains = unfold(rows)
         inputs = _padded_inputs(plain, chains, batch.media)
@@ -193,7 +195,7 @@ def packs(plain: PreTrainedModel, batch: SequenceBatch | None = None) -> bool:
     return batch is None or batch.media is None or not _sees_images_both_ways(plain)
 
 
-def _wants_tour(plain: PreTrainedModel, device: torch.device) -> bool:
+def _uses_depth_first_order(plain: PreTrainedModel, device: torch.device) -> bool:
     """Tell whether packed rows go through FlexAttention, where that computes them."""
     name = _attention_config(plain)._attn_implementation
     if name in (PACKED_SDPA, PACKED_OWN_ATTENTION):

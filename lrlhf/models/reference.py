@@ -16,7 +16,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lrlhf.models.loading.deferred_weights import is_unread
+from lrlhf.models.loading.deferred_weights import is_deferred
 from lrlhf.models.loading.pretrained import CausalLM
 from lrlhf.models.media_inputs import looking_once
 from lrlhf.models.modes import evaluating
@@ -205,7 +205,7 @@ def _adapters_do_nothing(model: PeftModel) -> bool:
             if layer.lora_magnitude_vector or any(bool(weight.any()) for weight in second):
                 return False
         elif isinstance(layer, ModulesToSaveWrapper):
-            if is_unread(layer):  # both are read from one place
+            if is_deferred(layer):  # both are read from one place
                 continue
             first = dict(layer.original_module.named_parameters())
             for copied in layer.modules_to_save.values():

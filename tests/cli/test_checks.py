@@ -28,7 +28,7 @@ from lrlhf.cli.application import Application
 from lrlhf.cli.cheap_parts import CheapParts
 from lrlhf.datamodules import Source
 from lrlhf.models import CausalLM, ScoreModel
-from lrlhf.models.loading.deferred_weights import is_unread
+from lrlhf.models.loading.deferred_weights import is_deferred
 from lrlhf.modules.policy.batch_plan import Quantity
 from lrlhf.planning.checks import models, run_checks
 from lrlhf.planning.checks.data_rows import check_reward_columns, check_sources
@@ -759,7 +759,7 @@ def test_a_strategy_of_this_library_is_made_before_the_models(
     def look(self: Application) -> None:
         made.append(CheapParts(self.config[self.subcommand]).strategy())
         with self._reading_parts():
-            unread.append(is_unread(CausalLM(source=model_folder).load()))
+            unread.append(is_deferred(CausalLM(source=model_folder).load()))
 
     monkeypatch.setattr(Application, "before_instantiate_classes", look)
     monkeypatch.setattr(Application, "instantiate_classes", lambda _: None)

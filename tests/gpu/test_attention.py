@@ -109,7 +109,7 @@ def by_turn(batch: SequenceBatch, model: PreTrainedModel) -> Callable[[], Tensor
 # ------------------------------------------------------------------ FlexAttention
 
 
-@pytest.mark.gpu_lines("lrlhf.models.backbone._wants_tour")
+@pytest.mark.gpu_lines("lrlhf.models.backbone._uses_depth_first_order")
 @pytest.mark.parametrize("build", [llama, mistral])
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_packed_rows_and_their_gradients_are_those_of_padded_ones(
@@ -189,10 +189,12 @@ def test_batches_of_many_lengths_are_compiled_a_few_times_only(flexed: list[bool
 
 def test_its_blocks_are_those_of_the_whole_table() -> None:
     rows = compact(*(part.cuda() for part in (BATCH.input_ids, BATCH.attention_mask)))
-    tour = pack(rows, find_trees(rows, BATCH.group_ids), tour=True).segments.tour
-    assert tour is not None
+    depth_first = pack(
+        rows, find_trees(rows, BATCH.group_ids), depth_first=True
+    ).segments.depth_first
+    assert depth_first is not None
     for window in (None, 70):
-        mask, count = tour.mask(window), len(tour.enter)
+        mask, count = depth_first.mask(window), len(depth_first.enter)
         assert mask.kv_indices.is_cuda
         whole = create_block_mask(mask.mask_mod, 1, 1, count, count, device="cuda")
         assert torch.equal(mask.full_kv_num_blocks, whole.full_kv_num_blocks)

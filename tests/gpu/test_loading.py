@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lrlhf.models import CausalLM, evaluating
-from lrlhf.models.loading.deferred_weights import is_unread, reading
+from lrlhf.models.loading.deferred_weights import is_deferred, reading
 from lrlhf.models.sharding import own_part, settle, within
 from lrlhf.rollout import TransformersEngine
 from lrlhf.strategies import FSDP2
@@ -33,7 +33,7 @@ class Policy(L.LightningModule):
         super().__init__()
         self.source, self.cpu_offload = source, cpu_offload
         self.policy = CausalLM(source=source).load()
-        assert is_unread(self.policy)
+        assert is_deferred(self.policy)
 
     def trainable_models(self) -> dict[str, torch.nn.Module]:
         return {"policy": self.policy}

@@ -21,7 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask
 
 from lrlhf.models import allow_packing, packs, sequence_logprobs
-from lrlhf.models.backbone import _wants_tour, keep_attention
+from lrlhf.models.backbone import _uses_depth_first_order, keep_attention
 from lrlhf.models.packed import packed_attention as flex
 from lrlhf.models.packed import packing
 from lrlhf.models.packed.packed_attention import _whole_mask
@@ -78,9 +78,9 @@ def flexible(model: PreTrainedModel) -> None:
     assert allow_packing(model)
 
 
-def walked(batch: SequenceBatch) -> packing.Tour:
+def ordered(batch: SequenceBatch) -> packing.DepthFirstOrder:
     rows = compact(batch.input_ids, batch.attention_mask, batch.forks)
-    found = pack(rows, find_trees(rows, batch.group_ids), tour=True).segments.tour
+    found = pack(rows, find_trees(rows, batch.group_ids), depth_first=True).segments.depth_first
     assert found is not None
     return found
 
@@ -99,8 +99,8 @@ def test_a_token_is_entered_before_all_that_follow_it_and_left_behind_them() -> 
         forks=torch.tensor([[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 1, 0]]),
     )
     rows = compact(batch.input_ids, batch.attention_mask, batch.forks)
-    packed = pack(rows, find_trees(rows, batch.group_ids), tour=True)
-    found = packed.segments.tour
+    packed = pack(rows, find_trees(rows, batch.group_ids), depth_first=True)
+    found = packed.segments.depth_first
     assert found is not None
     order = dict(zip(ids.flatten()[packed.source].tolist(), range(8), strict=True))
     entered = {token: int(found.enter[place]) for token, place in order.items()}
@@ -122,7 +122,7 @@ def test_no_block_that_is_seen_is_left_out_and_no_other_is_taken_as_a_whole(
 ) -> None:
     monkeypatch.setattr(packing, "BLOCK", 4)
     batch = {"forks": FORKS, "groups": BATCH, "many": responses([9, 30], [[8] * 5, [40, 3]])}
-    found = walked(batch[tokens])
+    found = ordered(batch[tokens])
     mask, count = found.mask(window), len(found.enter)
     length = -(-count // 4) * 4
     table = torch.zeros(length, length, dtype=torch.bool)
@@ -203,7 +203,7 @@ def test_recomputed_activations_see_the_same(with_gradients: Calls) -> None:
 @pytest.mark.usefixtures("with_gradients")
 def test_autocast_decides_the_precision_as_for_sdpa() -> None:
     layer = torch.nn.Module()
-    found = walked(BATCH)
+    found = ordered(BATCH)
     heads = [torch.randn(1, 2, len(found.enter), 8) for _ in range(3)]
     heads[2] = heads[2].bfloat16()  # norms leave queries and keys in float32
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -266,7 +266,7 @@ def test_each_obstacle_has_a_name(
 
 
 @pytest.mark.parametrize(
-    ("asked", "device", "tours"),
+    ("asked", "device", "depth_first"),
     [
         (None, "cpu", False),
         (None, "cuda", True),
@@ -276,7 +276,7 @@ def test_each_obstacle_has_a_name(
     ],
 )
 def test_the_option_decides_which_attention_packed_rows_go_through(
-    asked: str | None, device: str, tours: bool
+    asked: str | None, device: str, depth_first: bool
 ) -> None:
     model = seeded(llama)
     if asked is not None:
@@ -284,7 +284,7 @@ def test_the_option_decides_which_attention_packed_rows_go_through(
     keep_attention(model, asked)
     assert allow_packing(model)
     assert packs(model)
-    assert _wants_tour(model, torch.device(device)) is tours
+    assert _uses_depth_first_order(model, torch.device(device)) is depth_first
 
 
 def test_models_with_flash_attention_pack_through_flex_and_generate_through_flash() -> None:

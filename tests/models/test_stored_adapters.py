@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lrlhf.models import CausalLM, LoRA, frozen_reference, sequence_logprobs
-from lrlhf.models.loading.deferred_weights import is_unread, read, reading
+from lrlhf.models.loading.deferred_weights import is_deferred, read, reading
 from lrlhf.models.loading.meta import skeleton
 from lrlhf.models.teacher import TeacherModel
 from tests.models.families import right_padded
@@ -63,7 +63,7 @@ def test_the_model_below_them_may_be_read_later(
     folder, trained = save(**options)
     with reading(later=True):
         policy = CausalLM(source=model_folder, lora=LoRA(source=folder)).load()
-    assert is_unread(policy) == in_parts
+    assert is_deferred(policy) == in_parts
     read(policy, "cpu")
     batch = right_padded([9, 6])
     torch.testing.assert_close(sequence_logprobs(policy, batch), sequence_logprobs(trained, batch))
@@ -91,7 +91,7 @@ def test_a_model_that_does_not_learn_has_them_too(save, model_folder: str, later
         reference = frozen_reference(plain, spec)
         teacher = TeacherModel(spec.load(trainable=False))
     for frozen in (reference, teacher):
-        assert is_unread(frozen.model) == later
+        assert is_deferred(frozen.model) == later
         read(frozen.model, "cpu")
         assert not any(weight.requires_grad for weight in frozen.model.parameters())
         torch.testing.assert_close(frozen.logprobs(batch), expected)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.datamodules import PromptDataModule
 from lrlhf.models import CausalLM, LoRA
-from lrlhf.models.loading.deferred_weights import is_unread, reading
+from lrlhf.models.loading.deferred_weights import is_deferred, reading
 from lrlhf.modules import (
     PPO,
     RLOO,
@@ -173,7 +173,7 @@ def test_an_evaluation_without_training_reads_a_teacher_that_was_built_unread(
     def found(later: bool) -> float:
         with reading(later=later):
             module = learner(CausalLM(source=model_folder))
-        assert is_unread(module.parts.teaching.model.model) == later
+        assert is_deferred(module.parts.teaching.model.model) == later
         trainer = L.Trainer(logger=False, accelerator="cpu", devices=1, default_root_dir=tmp_path)
         data = PromptDataModule(train=str(prompts), batch_size=4, val=str(prompts))
         trainer.validate(module, datamodule=data, verbose=False)

@@ -22,7 +22,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from lrlhf.callbacks import EMA, RLCheckpoint
 from lrlhf.datamodules import PromptDataModule
 from lrlhf.models import CausalLM, LoRA, ValueModel
-from lrlhf.models.loading.deferred_weights import is_unread, reading
+from lrlhf.models.loading.deferred_weights import is_deferred, reading
 from lrlhf.models.sharding import settle, whole
 from lrlhf.modules import PPO, RLOO, Critic, Reference, RewardModel, Update
 from lrlhf.rewards import Rewards
@@ -152,7 +152,7 @@ def test_an_evaluation_alone_asks_a_teacher_that_is_split(
         assert isinstance(module, RLOO)
         assert module.parts.teaching is not None
         assert module.parts.teaching.model is not None
-        assert is_unread(module.parts.teaching.model.model)
+        assert is_deferred(module.parts.teaching.model.model)
         trainer = L.Trainer(
             accelerator="cpu",
             devices=ranks,
@@ -374,7 +374,7 @@ def test_weights_that_each_rank_reads_its_part_of_train_as_those_loaded_whole(
         L.seed_everything(3, verbose=False)
         with reading(later=later):
             module = build(folder)
-        assert all(is_unread(model) == later for model in models_of(module).values())
+        assert all(is_deferred(model) == later for model in models_of(module).values())
         ends.append(fit(module, tmp_path / str(later), strategy=forked(**options), steps=2))
     for whole_end, end in zip(*ends, strict=True):
         assert_close(whole_end["weights"], end["weights"], rtol=0, atol=0)

@@ -66,7 +66,7 @@ def reading(*, later: bool) -> Iterator[None]:
 # ------------------------------------------------------------------ building
 
 
-def build_unread(
+def build_deferred(
     load: Callable[..., Any],
     location: str,
     config: PreTrainedConfig,
@@ -215,19 +215,19 @@ def _stored_names(
 # ------------------------------------------------------------------ between building and reading
 
 
-def is_unread(model: nn.Module) -> bool:
+def is_deferred(model: nn.Module) -> bool:
     """Tell whether weights of a model are still to be read."""
     return any(_PLACES in vars(module) for module in model.modules())
 
 
 def device_for_new(model: PreTrainedModel) -> torch.device:
     """Return the device of what is added to a model: its own, before it is read the CPU."""
-    return torch.device("cpu") if is_unread(model) else model.device
+    return torch.device("cpu") if is_deferred(model) else model.device
 
 
 def waits(model: PreTrainedModel, check: Callable[[Any], object]) -> bool:
     """Put a check of a model's weights off until they are read; False: they are there."""
-    if not is_unread(model):
+    if not is_deferred(model):
         return False
     vars(model).setdefault(CHECKS, []).append(check)
     return True
@@ -249,7 +249,7 @@ def standing_in(model: nn.Module) -> Iterator[None]:
     Adapters are made from the device and shape of a layer; inside they are what they are for a
     loaded model, and random numbers are drawn as for that.
     """
-    if not is_unread(model):
+    if not is_deferred(model):
         yield
         return
     standing: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
@@ -281,17 +281,17 @@ def _taken_back(
     model: nn.Module, standing: Iterable[tuple[nn.Parameter, nn.Parameter]]
 ) -> dict[int, nn.Parameter]:
     """Return weights that are not read yet, by what stood in for them or was copied from that."""
-    unread: dict[int, nn.Parameter] = {}
+    deferred: dict[int, nn.Parameter] = {}
     for weight, one in standing:
         weight.requires_grad_(one.requires_grad)
-        unread[id(one)] = weight
+        deferred[id(one)] = weight
     for module in model.modules():
         for name in vars(module).get(_PLACES, {}):
             copied = module._parameters.get(name)
-            if copied is not None and id(copied) not in unread:
+            if copied is not None and id(copied) not in deferred:
                 meta = torch.empty_like(copied, device="meta")
-                unread[id(copied)] = nn.Parameter(meta, requires_grad=copied.requires_grad)
-    return unread
+                deferred[id(copied)] = nn.Parameter(meta, requires_grad=copied.requires_grad)
+    return deferred
 
 
 def _replace(model: nn.Module, weights: dict[int, nn.Parameter]) -> None:
@@ -312,7 +312,7 @@ def read(
     """Give a model its weights, each rank the parts that it holds, and make up for its checks.
 
     Args:
-        model: Built by `build_unread`, whole or split; any other stays as it is. If it is split,
+        model: Built by `build_deferred`, whole or split; any other stays as it is. If it is split,
             all ranks must call this.
         weights_on: Device of this rank's parts.
         buffers_on: Device of what is not trained; None: the same.
@@ -320,7 +320,7 @@ def read(
     Raises:
         ValueError: A check that was waiting for the weights refuses the model.
     """
-    if not is_unread(model):
+    if not is_deferred(model):
         return
     _make_room(model, weights_on, buffers_on or weights_on)
     opened = _OpenFiles()

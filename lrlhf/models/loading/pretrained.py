@@ -48,7 +48,7 @@ from lrlhf.models.loading.adapters import (
     stored_adapters,
     warn_of_unknown_words,
 )
-from lrlhf.models.loading.deferred_weights import build_unread
+from lrlhf.models.loading.deferred_weights import build_deferred
 from lrlhf.models.loading.export import check_mergeable
 from lrlhf.models.loading.model_sources import (
     explained,
@@ -334,7 +334,7 @@ def load_pretrained(
             output_loading_info=True,
             **spec.of_hub,
         )
-        built = build_unread(load, location, config, exotic=_exotic(spec), of_hub=spec.of_hub)
+        built = build_deferred(load, location, config, exotic=_exotic(spec), of_hub=spec.of_hub)
         model: PreTrainedModel
         model, report = built or load()
     _check_complete(report, spec.source, type(model).__name__, new)

@@ -5,7 +5,8 @@ row, as in generation, it is the library's ``sdpa``, or for models that ask for 
 computes (Gemma 2's bounded scores) the attention that is written in the model's own file, or the
 library's ``flex_attention`` or a flash kernel where that was asked for.
 
-Packed rows go through FlexAttention where their segments come with a tour, else segment by segment.
+Packed rows go through FlexAttention where their segments have a depth-first order, else segment by
+segment.
 Flash kernels know rows, no trees: each branch would need a copy of its prefix.
 """
 
@@ -36,7 +37,7 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lrlhf.models.modes import in_trial
-from lrlhf.models.packed.packing import BLOCK, Segments, walk
+from lrlhf.models.packed.packing import BLOCK, Segments, depth_first_order
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ def flex_attention(
     Args:
         module: The layer.
         heads: Queries, keys and values of all tokens, `[1, heads, N, D]` each.
-        mask: Which of them see each other, see `lrlhf.models.packed.packing.Tour`.
+        mask: Which of them see each other, see `lrlhf.models.packed.packing.DepthFirstOrder`.
         dropout: Share of the scores that are left out.
         scaling: Scores are multiplied by it; None: by 1/√D.
         options: Of `COMPUTED`.
@@ -136,7 +137,7 @@ def tried(
         for heads, size in shapes
     ]
     text = torch.arange(2 * BLOCK)
-    mask = walk([_Text(text[:0], text)], device).mask(None)
+    mask = depth_first_order([_Text(text[:0], text)], device).mask(None)
     layer = SimpleNamespace(num_key_value_groups=shapes[0][0] // shapes[1][0], training=True)
     try:
         found = _outcome(parts, lambda q, k, v: _compute(layer, (q, k, v), mask, scaling=None))
@@ -260,7 +261,7 @@ _SETTINGS = {SEGMENTS, "dropout", "scaling", "sliding_window"}
 
 
 class FlexibleAttention:
-    """Computes packed rows with FlexAttention where they have a tour and it can.
+    """Computes packed rows with FlexAttention where they have a depth-first order and it can.
 
     Args:
         other: Computes rows that are not packed.
@@ -284,12 +285,12 @@ class FlexibleAttention:
             return self._other(module, query, key, value, attention_mask, **options)[0], None
         given = {name for name, option in options.items() if option is not None}
         asked = given & set(COMPUTED)
-        if segments.tour is not None and given <= _IRRELEVANT | _SETTINGS | set(COMPUTED):
+        if segments.depth_first is not None and given <= _IRRELEVANT | _SETTINGS | set(COMPUTED):
             window = options.get("sliding_window")
             found = flex_attention(
                 module,
                 (query, key, value),
-                segments.tour.mask(window),
+                segments.depth_first.mask(window),
                 dropout=options.get("dropout", 0.0),
                 scaling=options.get("scaling"),
                 **{name: options[name] for name in asked},

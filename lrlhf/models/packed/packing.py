@@ -40,7 +40,7 @@ class Chained(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Tour:
+class DepthFirstOrder:
     """The numbers of a depth-first walk over the tokens of a packed row."""
 
     enter: Int[Tensor, " N"]
@@ -94,7 +94,7 @@ class Tour:
         )
 
 
-def walk(chains: Sequence[Chained], device: torch.device) -> Tour:
+def depth_first_order(chains: Sequence[Chained], device: torch.device) -> DepthFirstOrder:
     """Number the tokens of a packed row.
 
     Args:
@@ -126,7 +126,7 @@ def walk(chains: Sequence[Chained], device: torch.device) -> Tour:
             leave[: offset + 1] += sizes[follower]
         parts.append(torch.stack([enter, leave, numbers + len(chain.before)]))
     enter, leave, depth = torch.cat(parts, dim=1).to(device)
-    return Tour(enter, leave, depth)
+    return DepthFirstOrder(enter, leave, depth)
 
 
 def _extremes(numbers: Int[Tensor, " N"]) -> tuple[Int[Tensor, " C"], Int[Tensor, " C"]]:
@@ -291,7 +291,7 @@ class Segments:
     """Made by the first layer that needs them, read by the others."""
     windows: list[int | None] = field(default_factory=list)
     """How far each layer said that it sees, as it was computed."""
-    tour: Tour | None = None
+    depth_first: DepthFirstOrder | None = None
     """Of the tokens, for FlexAttention; None: the parts are computed one after another."""
 
 
@@ -380,8 +380,8 @@ def _tree(rows: Sequence[int], prefix: int, lengths: Sequence[int]) -> Tree:
     return Tree(tuple(ordered), prefix, branches)
 
 
-def pack(rows: Compacted, trees: Sequence[Tree], *, tour: bool = False) -> Packed:
-    """Lay the trees of `find_trees` one after another, perhaps with a `Tour` of them."""
+def pack(rows: Compacted, trees: Sequence[Tree], *, depth_first: bool = False) -> Packed:
+    """Lay the trees of `find_trees` one after another, perhaps with a `DepthFirstOrder` of them."""
     width = rows.input_ids.shape[1]
     source: list[Tensor] = []
     index = torch.zeros(rows.input_ids.shape, dtype=torch.long)
@@ -408,7 +408,7 @@ def pack(rows: Compacted, trees: Sequence[Tree], *, tour: bool = False) -> Packe
         source=joined.to(device),
         index=index.to(device),
         depths=depths.to(device),
-        segments=_laid_out(segments, len(joined), device, tour=tour),
+        segments=_laid_out(segments, len(joined), device, depth_first=depth_first),
     )
 
 
@@ -440,7 +440,7 @@ def _segments(
 
 
 def _laid_out(
-    segments: Sequence[_Segment], end: int, device: torch.device, *, tour: bool
+    segments: Sequence[_Segment], end: int, device: torch.device, *, depth_first: bool
 ) -> Segments:
     parts = [_part(alike) for alike in _alike(segments)]
     # the first place that a token has among the flattened parts is its own
@@ -449,7 +449,11 @@ def _laid_out(
         0, flat, torch.arange(len(flat)), reduce="amin"
     )
     moved = (Part(*(places.to(device) for places in part)) for part in parts)
-    return Segments(tuple(moved), back.to(device), tour=walk(segments, device) if tour else None)
+    return Segments(
+        tuple(moved),
+        back.to(device),
+        depth_first=depth_first_order(segments, device) if depth_first else None,
+    )
 
 
 def _behind(part: Stretch, prefix: int) -> Stretch:

@@ -25,7 +25,7 @@ from lrlhf.models import (
     plain_model,
     sequence_logprobs,
 )
-from lrlhf.models.loading.deferred_weights import is_unread, read, reading
+from lrlhf.models.loading.deferred_weights import is_deferred, read, reading
 from lrlhf.modules import RLOO
 from lrlhf.rewards import Rewards
 from lrlhf.strategies import FSDP2
@@ -80,9 +80,9 @@ def test_what_is_read_later_is_what_was_saved(
     assert {weight.device.type for weight in model.parameters()} == {"meta"}
     duplicate = copy.deepcopy(model)
     for one in (model, duplicate):
-        assert is_unread(one)
+        assert is_deferred(one)
         read(one, "cpu")
-        assert not is_unread(one)
+        assert not is_deferred(one)
         assert_same(one, expected)
         tied = one.get_output_embeddings().weight is one.get_input_embeddings().weight
         assert tied == one.config.get_text_config().tie_word_embeddings
@@ -107,17 +107,17 @@ def test_options_give_what_they_give_a_loaded_model(
         with reading(later=later):
             models.append(CausalLM(source=str(tmp_path), **options).load())
         drawn.append(torch.rand(1))
-    whole, unread = models
+    whole, deferred = models
     assert torch.equal(*drawn)
-    assert (is_unread(unread), is_unread(whole)) == (True, False)
-    read(unread, "cpu")
-    assert_same(unread, {**dict(whole.named_buffers()), **whole.state_dict()})
+    assert (is_deferred(deferred), is_deferred(whole)) == (True, False)
+    read(deferred, "cpu")
+    assert_same(deferred, {**dict(whole.named_buffers()), **whole.state_dict()})
     for (name, ours), (_, theirs) in zip(
-        unread.named_parameters(), whole.named_parameters(), strict=True
+        deferred.named_parameters(), whole.named_parameters(), strict=True
     ):
         assert (ours.requires_grad, ours.dtype) == (theirs.requires_grad, theirs.dtype), name
     batch = right_padded([6, 4])
-    assert torch.equal(sequence_logprobs(unread, batch), sequence_logprobs(whole, batch))
+    assert torch.equal(sequence_logprobs(deferred, batch), sequence_logprobs(whole, batch))
 
 
 @later
@@ -185,11 +185,11 @@ def test_reward_networks_and_critics_are_read_later_too(layer: int, tmp_path: Pa
         torch.manual_seed(2)
         with reading(later=later):
             found.append([scores.load(), values.load(), again.load()])
-    for whole, unread in zip(*found, strict=True):
-        assert is_unread(unread)
-        read(unread, "cpu")
-        assert_same(unread, {**dict(whole.named_buffers()), **whole.state_dict()})
-        learns = [[w.requires_grad for w in one.parameters()] for one in (whole, unread)]
+    for whole, deferred in zip(*found, strict=True):
+        assert is_deferred(deferred)
+        read(deferred, "cpu")
+        assert_same(deferred, {**dict(whole.named_buffers()), **whole.state_dict()})
+        learns = [[w.requires_grad for w in one.parameters()] for one in (whole, deferred)]
         assert learns[0] == learns[1]
 
 
@@ -200,10 +200,10 @@ def test_the_head_of_a_stock_classifier_is_read_at_once(tmp_path: Path) -> None:
         network = ScoreModel(source=str(tmp_path / "base")).load()
     network.save_pretrained(tmp_path / "reward", build_tokenizer())
     (tmp_path / "reward" / "reward_head.json").unlink()
-    unread = ScoreModel(source=str(tmp_path / "reward")).load()
-    assert is_unread(unread)
-    read(unread, "cpu")
-    assert_same(unread, {**dict(network.named_buffers()), **network.state_dict()})
+    deferred = ScoreModel(source=str(tmp_path / "reward")).load()
+    assert is_deferred(deferred)
+    read(deferred, "cpu")
+    assert_same(deferred, {**dict(network.named_buffers()), **network.state_dict()})
 
 
 @later
@@ -212,7 +212,7 @@ def test_a_reward_model_that_is_not_trained_is_loaded_at_once(tmp_path: Path) ->
     with reading(later=False):
         network = ScoreModel(source=str(tmp_path / "base")).load()
     network.save_pretrained(tmp_path / "reward", build_tokenizer())
-    assert not is_unread(RewardNetwork.from_pretrained(tmp_path / "reward"))
+    assert not is_deferred(RewardNetwork.from_pretrained(tmp_path / "reward"))
 
 
 # ------------------------------------------------------------------ what cannot be read so
@@ -256,7 +256,7 @@ def test_what_cannot_be_read_in_parts_is_loaded_and_named(
     with caplog.at_level(logging.INFO, "lrlhf"):
         loaded = CausalLM(source=str(tmp_path), **options).load()
     assert f"{tmp_path} before it is split: {said}" in caplog.text
-    assert not is_unread(loaded)
+    assert not is_deferred(loaded)
     assert_same(loaded, expected)
 
 
@@ -287,13 +287,13 @@ def test_a_checkpoint_fills_a_module_that_is_built_whole(model_folder: str, tmp_
 
 def test_the_strategy_decides(model_folder: str) -> None:
     spec = PretrainedSpec(source=model_folder)
-    for start_method, unread in (("popen", True), ("fork", False)):
+    for start_method, deferred in (("popen", True), ("fork", False)):
         trainer = L.Trainer(
             accelerator="cpu", devices=1, strategy=FSDP2(start_method=start_method), logger=False
         )
         with trainer.init_module():
-            assert is_unread(CausalLM(source=spec.source).load()) == unread
-    assert not is_unread(CausalLM(source=spec.source).load())
+            assert is_deferred(CausalLM(source=spec.source).load()) == deferred
+    assert not is_deferred(CausalLM(source=spec.source).load())
 
 
 def test_a_trainer_that_reads_no_parts_reads_the_whole(model_folder: str, tmp_path: Path) -> None:
