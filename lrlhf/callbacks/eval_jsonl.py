@@ -21,7 +21,7 @@ from lrlhf.callbacks.output_files import (
     row_number,
 )
 from lrlhf.modules.validation_sets import set_column
-from lrlhf.run.checkpoints.set_aside import set_aside
+from lrlhf.run.numbered_files import move_to_numbered
 from lrlhf.run.seeding import LoadedStep, model_step
 
 _AT_ONCE = 1000
@@ -192,7 +192,7 @@ class EvalJSONL(KeepsArguments, LoadedStep):
         names = {step: folder / f"eval_scores_{step}.jsonl" for step in steps}
         later = [path for step, path in names.items() if step > done or not done]
         old = [path for path in later if path.exists()]
-        set_aside("EvalJSONL", [*names.values()], old)
+        move_to_numbered("EvalJSONL", [*names.values()], old)
         self.paths = [path for path in self.paths if path not in old]
 
     def _write(self, trainer: L.Trainer, name: str) -> None:

@@ -24,7 +24,7 @@ from lrlhf.rollout.listener import RolloutListener
 from lrlhf.rollout.records import token_values
 from lrlhf.rollout.storage import rollout_files, rollout_path, save_rollout
 from lrlhf.run.atomic import naming
-from lrlhf.run.checkpoints.set_aside import set_aside
+from lrlhf.run.numbered_files import move_to_numbered
 from lrlhf.run.seeding import running_step
 from lrlhf.types import Experience
 
@@ -118,7 +118,7 @@ class RolloutLog(KeepsArguments, L.Callback, RolloutListener):
                 # a folder of that name which holds something else is not ours to move
                 old = [self.path] if self.path.exists() else []
                 old += [folder] if rollout_files(folder) else []
-                set_aside("RolloutLog", [self.path, folder], old)
+                move_to_numbered("RolloutLog", [self.path, folder], old)
         # the other ranks write into the folder only when it is clean
         trainer.strategy.barrier("RolloutLog")
 

@@ -12,7 +12,6 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 
 from lrlhf import callbacks, datamodules, loggers, modules, rewards, rollout
-from lrlhf.cli.cheap_parts import CheapParts
 from lrlhf.cli.config_files import (
     config_arguments,
     is_inline,
@@ -20,6 +19,7 @@ from lrlhf.cli.config_files import (
     read_config_files,
     without_policy,
 )
+from lrlhf.cli.config_objects import ConfigObjects
 from lrlhf.cli.evaluation import (
     EVALUATIONS,
     keep_reference,
@@ -27,8 +27,8 @@ from lrlhf.cli.evaluation import (
     take_export,
 )
 from lrlhf.cli.export_command import export_checkpoint, hub_repo
-from lrlhf.cli.messages.endings import Progress, blaming_user, how_to_continue
 from lrlhf.cli.messages.errors import ConfigError, UserError, hint
+from lrlhf.cli.messages.exit_status import Progress, blaming_user, how_to_continue
 from lrlhf.cli.parser import Parser, read_whole_numbers_as_such, refuse_nulls
 from lrlhf.cli.replay_command import show_replay
 from lrlhf.cli.saved_config import SaveConfig, hide_hyperparameters
@@ -114,7 +114,7 @@ class Application(Commands):
         options = self.config[self.subcommand]
         check_checkpoint(options.get("ckpt_path"))
         trains = self.subcommand == "fit"
-        yield from check_run(options.as_dict(), CheapParts(options), trains=trains)
+        yield from check_run(options.as_dict(), ConfigObjects(options), trains=trains)
 
     def instantiate_classes(self) -> None:
         global built
@@ -130,7 +130,7 @@ class Application(Commands):
 
     def _reading_parts(self) -> AbstractContextManager[None]:
         """Build models as the strategy, which is made after them, wants to load them."""
-        strategy = CheapParts(self.config[self.subcommand]).strategy() if self.trains else None
+        strategy = ConfigObjects(self.config[self.subcommand]).strategy() if self.trains else None
         return strategy.reading_parts() if isinstance(strategy, ReadsParts) else nullcontext()
 
     def run_command(self, subcommand: str) -> None:

@@ -15,7 +15,7 @@ from lrlhf.cli.config_files import (
     remember_secrets,
     with_sources,
 )
-from lrlhf.cli.messages.endings import configure_output, end
+from lrlhf.cli.messages.exit_status import configure_output, end
 from lrlhf.cli.replay_command import dump_and_options
 
 _OF_LIGHTNING = ("fit", "validate", "test", "predict")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from lrlhf.cli.messages.endings import blaming_user
+from lrlhf.cli.messages.exit_status import blaming_user
 from lrlhf.run.checkpoints.checkpoint_reader import is_folder_checkpoint
 from lrlhf.run.checkpoints.sharded_checkpoint import convert_checkpoint
 from lrlhf.secrets import safe

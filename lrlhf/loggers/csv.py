@@ -18,7 +18,7 @@ from torch import Tensor
 from lrlhf.arguments import KeepsArguments
 from lrlhf.loggers.local_folder import LocalFolder
 from lrlhf.run.atomic import atomic_write, naming
-from lrlhf.run.checkpoints.set_aside import set_aside
+from lrlhf.run.numbered_files import move_to_numbered
 
 _AXES = ("step", "epoch")
 _CLOCKED = ("perf/", "rewards/remote/", "rewards/isolated/")
@@ -119,7 +119,7 @@ class ResumingCSVLogger(KeepsArguments, LocalFolder, CSVLogger):
     def start_over(self) -> None:
         self._open("metrics", "timings")
         paths = [table.path for table in self._tables.values()]
-        set_aside("ResumingCSVLogger", paths, [path for path in paths if path.exists()])
+        move_to_numbered("ResumingCSVLogger", paths, [path for path in paths if path.exists()])
 
     def stand_apart(self, stage: str) -> None:
         self._open(stage, f"{stage}_timings")

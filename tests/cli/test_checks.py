@@ -25,7 +25,7 @@ from transformers import (
 
 from lrlhf.cli import run
 from lrlhf.cli.application import Application
-from lrlhf.cli.cheap_parts import CheapParts
+from lrlhf.cli.config_objects import ConfigObjects
 from lrlhf.datamodules import Source
 from lrlhf.models import CausalLM, ScoreModel
 from lrlhf.models.loading.deferred_weights import is_deferred
@@ -757,7 +757,7 @@ def test_a_strategy_of_this_library_is_made_before_the_models(
     unread: list[bool] = []
 
     def look(self: Application) -> None:
-        made.append(CheapParts(self.config[self.subcommand]).strategy())
+        made.append(ConfigObjects(self.config[self.subcommand]).strategy())
         with self._reading_parts():
             unread.append(is_deferred(CausalLM(source=model_folder).load()))
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from filelock import FileLock, Timeout
 
 from lrlhf.apps.cluster.connection import NO_GPUS, free_place, import_ray, joined
-from lrlhf.apps.cluster.guarded import GuardedProgram
+from lrlhf.apps.cluster.guarded_program import GuardedProgram
 from lrlhf.rollout import VLLMServerEngine
 from lrlhf.rollout.vllm.client import ServerClient
 from lrlhf.rollout.vllm.process import root_cause

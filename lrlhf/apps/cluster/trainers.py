@@ -22,7 +22,7 @@ from lrlhf.apps.cluster.connection import (
     free_place,
     import_ray,
 )
-from lrlhf.apps.cluster.guarded import GuardedProgram
+from lrlhf.apps.cluster.guarded_program import GuardedProgram
 from lrlhf.apps.cluster.settings import Cluster
 from lrlhf.cli.command_table import LAUNCHED
 

@@ -13,7 +13,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lrlhf.apps.lab.audit import as_json, as_page, as_text, audit
 from lrlhf.apps.lab.report_files import check_output, write_json
 from lrlhf.apps.lab.reward_command import add_reward_options, run_rewards
-from lrlhf.cli.cheap_parts import CheapParts
+from lrlhf.cli.config_objects import ConfigObjects
 from lrlhf.cli.readers import Reader
 from lrlhf.datamodules import RowDataModule
 from lrlhf.planning.checks.data_rows import taken_from
@@ -90,7 +90,7 @@ class Auditor(Reader):
 
     def run_command(self, subcommand: str) -> None:
         options = self.config[subcommand]
-        audit_data(options, CheapParts(options).data)
+        audit_data(options, ConfigObjects(options).data)
 
 
 class RewardRunner(Reader):
@@ -110,4 +110,4 @@ class RewardRunner(Reader):
 
     def run_command(self, subcommand: str) -> None:
         options = self.config[subcommand]
-        run_rewards(options, CheapParts(options).all_rewards)
+        run_rewards(options, ConfigObjects(options).all_rewards)

@@ -11,8 +11,8 @@ from typing import Any
 from jsonargparse import Namespace
 
 from lrlhf.cli.config_files import read_config_files
-from lrlhf.cli.messages.endings import located
 from lrlhf.cli.messages.errors import ConfigError, ValidationError
+from lrlhf.cli.messages.exit_status import located
 from lrlhf.cli.messages.locations import locate_refusal
 from lrlhf.cli.parser import Parser, options_without_null, refuse_nulls
 from lrlhf.rewards import LearnedReward, RewardFunction

@@ -20,7 +20,7 @@ import pytest
 from lrlhf.apps.cluster import Cluster, Trainers, launch, trainers
 from lrlhf.apps.cluster import rewards as rewards_module
 from lrlhf.apps.cluster.connection import ENVIRONMENT
-from lrlhf.apps.cluster.guarded import GuardedProgram
+from lrlhf.apps.cluster.guarded_program import GuardedProgram
 from lrlhf.apps.cluster.rewards import RayRewards, RewardWorker, packed, unpacked
 from lrlhf.apps.cluster.trainers import Board, _attend
 from lrlhf.media import Audio, Video
@@ -130,7 +130,7 @@ def test_a_program_that_is_asked_to_end_does_so_itself(tmp_path: Path) -> None:
 WORKER = """
 import os, sys, time
 from pathlib import Path
-from lrlhf.apps.cluster.guarded import GuardedProgram
+from lrlhf.apps.cluster.guarded_program import GuardedProgram
 child = "import time; time.sleep(1000)"
 starts = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]).wait()"
 program = GuardedProgram([sys.executable, "-c", starts], env=dict(os.environ), folder=Path.cwd())

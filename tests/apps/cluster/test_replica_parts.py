@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lrlhf.apps.cluster.guarded import GuardedProgram
+from lrlhf.apps.cluster.guarded_program import GuardedProgram
 from lrlhf.apps.cluster.replicas import RayServer, RayServerEngine, Replica, adapted, portable
 from lrlhf.rollout.vllm.vllm_base import EngineStartError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lrlhf.apps.lab.compare import words
+from lrlhf.apps.lab.compare import sentences
 from lrlhf.apps.lab.compare.comparison import Comparison, Power, Row, scores_of
 from lrlhf.apps.lab.compare.configs import ConfigDiff
 from lrlhf.apps.lab.compare.report import (
@@ -44,7 +44,7 @@ def write_comparison(report: Report, path: Path, *, step: str = "last") -> Path:
         for letter, side in report.sides.items()
     ]
     answers = [
-        words.answer(one, *letters)
+        sentences.answer(one, *letters)
         for one, letters in zip(report.comparisons, report.letters, strict=True)
     ]
     told = (*answers, *sides, *notes(report, step))
@@ -67,12 +67,12 @@ def _parts(found: Comparison, letters: Letters) -> Iterator[Text | Table | Chart
     ]
     yield Table(columns, rows, note=f"From, to: 95 % interval. {family_note(found)}")
     yield _forest(found)
-    yield Text(words.wins_and_losses(found, *letters))
-    for note in words.notes(found, *letters):
+    yield Text(sentences.wins_and_losses(found, *letters))
+    for note in sentences.notes(found, *letters):
         yield Text(note)
     if found.power is not None:
-        yield Text(words.power_sentence(found, found.power))
-        needed = words.needs(found, found.power)
+        yield Text(sentences.power_sentence(found, found.power))
+        needed = sentences.needs(found, found.power)
         yield Table(needed[0], needed[1:])
         yield _power(found, found.power)
 

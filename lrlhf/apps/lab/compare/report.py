@@ -14,7 +14,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lrlhf.apps.lab.compare import words
+from lrlhf.apps.lab.compare import sentences
 from lrlhf.apps.lab.compare.comparison import (
     Comparison,
     Match,
@@ -201,7 +201,7 @@ def _text(text: str, style: str = "") -> Text:
 
 def _parts(report: Report, step: str) -> Iterator[RenderableType]:
     for one, letters in zip(report.comparisons, report.letters, strict=True):
-        yield _text(words.answer(one, *letters), style="bold")
+        yield _text(sentences.answer(one, *letters), style="bold")
     yield _text("")
     for letter, side in report.sides.items():
         runs = ", ".join(f"{one.folder} (step {one.step})" for one in side.evaluations)
@@ -209,12 +209,12 @@ def _parts(report: Report, step: str) -> Iterator[RenderableType]:
     for one, letters, diff in zip(report.comparisons, report.letters, report.configs, strict=True):
         yield _text("")
         yield _metrics(one, letters)
-        yield _text(words.wins_and_losses(one, *letters))
-        for sentence in words.notes(one, *letters):
+        yield _text(sentences.wins_and_losses(one, *letters))
+        for sentence in sentences.notes(one, *letters):
             yield _text(sentence)
         if one.power is not None:
-            yield _text(words.power_sentence(one, one.power))
-            yield _table(words.needs(one, one.power))
+            yield _text(sentences.power_sentence(one, one.power))
+            yield _table(sentences.needs(one, one.power))
         yield from _configs(diff, letters)
     for sentence in notes(report, step):
         yield _text(sentence)
@@ -241,7 +241,7 @@ def _metrics(found: Comparison, letters: tuple[str, str]) -> Table:
     for row in (found.main, *found.others, *found.subsets):
         name = row.subset or row.metric
         style = "bold" if row is found.main else ""
-        table.add_row(_text(name), f"{row.prompts:,}", *words.cells(row), style=style)
+        table.add_row(_text(name), f"{row.prompts:,}", *sentences.cells(row), style=style)
     table.caption = family_note(found)
     return table
 
@@ -325,9 +325,9 @@ def as_json(report: Report, *, step: str = "last") -> dict[str, Any]:
     """Return everything that the report says in JSON types; infinite ends are None."""
     comparisons = [
         {
-            "answer": words.answer(one, *letters),
-            "scope": words.scope(one, *letters),
-            "notes": list(words.notes(one, *letters)),
+            "answer": sentences.answer(one, *letters),
+            "scope": sentences.scope(one, *letters),
+            "notes": list(sentences.notes(one, *letters)),
             "a": _side(one.a),
             "b": _side(one.b),
             "matched_by": one.matched.by,

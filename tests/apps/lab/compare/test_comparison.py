@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lrlhf.apps.lab.compare import Comparison, compare_runs
-from lrlhf.apps.lab.compare.words import answer
+from lrlhf.apps.lab.compare.sentences import answer
 from lrlhf.statistics import holm
 from tests.apps.lab.compare.runs import pair, response, scored, write_run
 

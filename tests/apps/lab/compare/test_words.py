@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lrlhf.apps.lab.compare import compare_runs
-from lrlhf.apps.lab.compare.words import (
+from lrlhf.apps.lab.compare.sentences import (
     answer,
     cells,
     needs,

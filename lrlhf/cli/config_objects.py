@@ -24,7 +24,7 @@ _LOADED = {"policy", "model", "tokenizer", "processor", "engine", "rewards"}
 """Options of the modules that load something, and the rewards, which have a look of their own."""
 
 
-class CheapParts:
+class ConfigObjects:
     """Makes parts of a run as the run would; each method raises `RefusedError` where one refuses.
 
     Args:

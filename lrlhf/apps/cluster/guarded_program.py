@@ -17,7 +17,7 @@ import lrlhf
 
 _GUARD = Path(lrlhf.__file__).with_name("process_guard.py")
 """By its path: to import it would import torch and transformers into each of Ray's workers."""
-_BETWEEN = Path(__file__).with_name("between.py")
+_GUARD_PARENT = Path(__file__).with_name("guard_parent.py")
 _GRACE = 3.0
 """Seconds between SIGTERM and SIGKILL."""
 _LOOK_SECONDS = 0.2
@@ -27,7 +27,7 @@ class GuardedProgram:
     """A program under a guard, see `lrlhf.process_guard`.
 
     Ray kills the direct children of a worker with it, which would be the guard, who could end
-    nothing then. So a process stands between the two (`lrlhf.apps.cluster.between`). It goes
+    nothing then. So a process stands between the two (`lrlhf.apps.cluster.guard_parent`). It goes
     with the worker, whoever ends that, and the guard sees it go. Either of them ends everything if
     the other is killed.
 
@@ -46,10 +46,10 @@ class GuardedProgram:
         folder: Path,
         log_file: Path | None = None,
     ) -> None:
-        between = [sys.executable, "-P", str(_BETWEEN), str(os.getpid())]
+        guard_parent = [sys.executable, "-P", str(_GUARD_PARENT), str(os.getpid())]
         log = None if log_file is None else log_file.open("ab")
-        self._between = subprocess.Popen(
-            [*between, str(_GUARD), str(_GRACE), *command],
+        self._guard_parent = subprocess.Popen(
+            [*guard_parent, str(_GUARD), str(_GRACE), *command],
             env=dict(env),
             cwd=folder,
             stdin=subprocess.DEVNULL,
@@ -63,7 +63,7 @@ class GuardedProgram:
     def wait(self, seconds: float) -> int | None:
         """Return the exit status, 128 + n after signal n; None: it still runs after so long."""
         try:
-            return self._between.wait(seconds)
+            return self._guard_parent.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
 
@@ -87,13 +87,13 @@ class GuardedProgram:
         # again and again, as the guard may not have been started yet
         while self.wait(_LOOK_SECONDS) is None:
             if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(self._between.args, _GRACE + 10)
+                raise subprocess.TimeoutExpired(self._guard_parent.args, _GRACE + 10)
             _send(self._below(1), signal.SIGTERM)
 
     def _below(self, levels: int) -> list[psutil.Process]:
         """Return the guard (1 level below that) or the program (2); nothing: it has ended."""
         try:
-            found = [psutil.Process(self._between.pid)]
+            found = [psutil.Process(self._guard_parent.pid)]
             for _ in range(levels):
                 found = [child for process in found for child in process.children()]
         except psutil.NoSuchProcess:

@@ -1,8 +1,8 @@
-"""Stands between a Ray worker and the guard of its program, see `lrlhf.apps.cluster.guarded`.
+"""Parent process of the guard of a Ray worker's program, see `guarded_program.py`.
 
 A script:
 
-    python between.py WORKER GUARD GRACE COMMAND...
+    python guard_parent.py WORKER GUARD GRACE COMMAND...
 
 WORKER is the process id of the parent. It ends when the parent is gone, or with the guard's status.
 A guard that is killed could end nothing: what it leaves is ended here.
@@ -22,7 +22,7 @@ _LOOK_SECONDS = 0.2
 
 def main(worker: int, guard: str, rest: Sequence[str]) -> int:
     """Start the guard, for which this process is the one to look at, and wait."""
-    guarding = runpy.run_path(guard)  # by its path, as `lrlhf.apps.cluster.guarded` says
+    guarding = runpy.run_path(guard)  # by its path, as `lrlhf.apps.cluster.guarded_program` says
     guarding["adopt_orphans"]()
     started = subprocess.Popen([sys.executable, "-P", guard, str(os.getpid()), *rest])
     while (code := started.poll()) is None:

@@ -1,4 +1,4 @@
-"""What an earlier run has written makes room for a new one, under a number."""
+"""Renames the files of an earlier run to a free number, so that a new run does not overwrite them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 from lightning.pytorch.utilities import rank_zero_info
 
 
-def set_aside(who: str, names: Sequence[Path], old: Sequence[Path]) -> None:
+def move_to_numbered(who: str, names: Sequence[Path], old: Sequence[Path]) -> None:
     """Rename ``old`` files or folders, all by the same number: ``name.1.jsonl``.
 
     The number is free beside all ``names`` that the new run is going to use.
     """
     number = 1
-    while any(_numbered(place, number).exists() for place in names):
+    while any(_numbered(path, number).exists() for path in names):
         number += 1
-    for place in old:
-        place.rename(_numbered(place, number))
+    for path in old:
+        path.rename(_numbered(path, number))
     if old:
         first, *others = old
         more = f" and {len(others)} more; they are" if others else "; it is"
