@@ -1,4 +1,4 @@
-"""Renames the files of an earlier run to a free number, so that a new run does not overwrite them."""
+"""Renames the files of an earlier run to a free number, so that no run overwrites another's."""
 
 from __future__ import annotations
 
