@@ -39,6 +39,12 @@ def parser() -> argparse.ArgumentParser:
         type=_count,
         help="responses of all runs in the page at most; default: 10000, or as many as 20 MB hold",
     )
+    parser.add_argument(
+        "--media_root",
+        type=Path,
+        help="folder whose images the page may embed; default: those of the runs, and their "
+        "media.root below the working folder",
+    )
     return parser
 
 
@@ -54,7 +60,9 @@ def inspect(arguments: Sequence[str]) -> None:
     from lrlhf.apps.lab.inspector import write_inspector  # noqa: PLC0415
 
     try:
-        told = write_inspector(given.runs, output, max_responses=given.responses)
+        told = write_inspector(
+            given.runs, output, max_responses=given.responses, media_root=given.media_root
+        )
     except (ValueError, OSError, ImportError) as error:
         raise ConfigError(str(error)) from error
     sys.stdout.write(safe(f"{told}\n"))

@@ -62,9 +62,12 @@ class RunFiles:
 
     @property
     def media(self) -> list[Path]:
-        """The folders of images, videos and audio that the config names: ``media.root``."""
-        data = self.config.get("data")
-        return [Path(root).expanduser() for root in dict.fromkeys(_roots(data))]
+        """The folders of media that the config names (``media.root``) below the working folder.
+
+        A run may be a stranger's, whose config could name any folder of this machine.
+        """
+        roots = (Path(root).expanduser() for root in dict.fromkeys(_roots(self.config.get("data"))))
+        return [root for root in roots if root.resolve().is_relative_to(Path.cwd())]
 
     @property
     def evaluations(self) -> dict[int, Path]:

@@ -526,7 +526,11 @@ def run_sources(run: RunFiles, index: int) -> RunSources:
 
 
 def page_data(
-    runs: Sequence[RunSources], names: Sequence[str], found: Sequence[Counted], count: int
+    runs: Sequence[RunSources],
+    names: Sequence[str],
+    found: Sequence[Counted],
+    count: int,
+    media_root: str | Path | None = None,
 ) -> dict[str, Any]:
     """Return what the page reads, in JSON types.
 
@@ -535,6 +539,7 @@ def page_data(
         names: What the page calls them.
         found: Their files of responses.
         count: Responses, and pairs, at most.
+        media_root: See `write_inspector`.
 
     Raises:
         ValueError: A line of a file cannot be read; names file and line.
@@ -546,9 +551,10 @@ def page_data(
             responses.add(file.source, record)
     evaluations = _evaluations(runs, count, texts)
     columns = responses.page_data()
-    thumbnails = Thumbnails(
-        _IMAGE_BYTES, (folder for run in runs for folder in (run.files.folder, *run.files.media))
-    )
+    roots = [folder for run in runs for folder in (run.files.folder, *run.files.media)]
+    if media_root is not None:
+        roots.append(Path(media_root))
+    thumbnails = Thumbnails(_IMAGE_BYTES, roots)
     of_pairs = (pair["media"] for evaluation in evaluations for pair in evaluation["pairs"])
     for number in dict.fromkeys((*columns["columns"]["media"], *of_pairs)):
         if number != NOTHING:
@@ -583,8 +589,8 @@ def page_data(
 def _outside(count: int) -> Iterator[str]:
     if count:
         yield (
-            f"{count} image files lie neither in the folder of a run nor in its media.root, and "
-            "are named only."
+            f"{count} image files lie neither in the folder of a run nor in its media.root below "
+            "the working folder, and are named only; --media_root DIR embeds those in DIR."
         )
 
 
@@ -638,7 +644,11 @@ _SCRIPTS = (
 
 
 def write_inspector(
-    runs: Sequence[str | Path], output: str | Path, *, max_responses: int | None = None
+    runs: Sequence[str | Path],
+    output: str | Path,
+    *,
+    max_responses: int | None = None,
+    media_root: str | Path | None = None,
 ) -> str:
     """Write a page with the curves, responses and judged pairs of runs.
 
@@ -648,6 +658,8 @@ def write_inspector(
         max_responses: Responses, and pairs, in the page at most. None: 10,000, or as many as a page
             of 20 MB holds. What is left out is left out evenly over the steps, and the page says
             how much that is.
+        media_root: Folder whose images the page may embed. None: the folders of the runs, and
+            those that their configs name (``media.root``) below the working folder.
 
     Returns:
         What was written, for people.
@@ -662,7 +674,7 @@ def write_inspector(
     found = [counted(source) for run in read for source in run.responses]
     count = max_responses or _RESPONSES
     while True:
-        data = page_data(read, names, found, count)
+        data = page_data(read, names, found, count, media_root)
         content = packed(data)
         if max_responses is not None or len(content) <= _DATA_BYTES or count == 1:
             break

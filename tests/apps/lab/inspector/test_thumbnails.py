@@ -32,7 +32,10 @@ def test_only_images_in_the_folders_are_embedded(tmp_path: Path) -> None:
     assert [*Thumbnails(0, []).uris] == []
 
 
-def test_a_page_embeds_what_lies_in_media_root(tmp_path: Path) -> None:
+def test_a_page_embeds_what_lies_in_media_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     run = tmp_path / "run"
     run.mkdir()
     named = [picture(tmp_path / folder / "a.png") for folder in ("data", "sets", "home")]
@@ -47,3 +50,10 @@ def test_a_page_embeds_what_lies_in_media_root(tmp_path: Path) -> None:
     assert RunFiles(run).media == [tmp_path / "data", tmp_path / "sets"]
     told = write_inspector([run], tmp_path / "page.html")
     assert "1 image files lie neither in the folder of a run nor in its media.root" in told
+    # from elsewhere the run may be a stranger's: its config names no folder of this machine
+    monkeypatch.chdir(run)
+    assert RunFiles(run).media == []
+    told = write_inspector([run], tmp_path / "page.html")
+    assert "3 image files lie" in told
+    told = write_inspector([run], tmp_path / "page.html", media_root=tmp_path)
+    assert "image files lie" not in told
