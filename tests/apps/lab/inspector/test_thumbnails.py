@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import pytest
 from PIL import Image
 
 from lrlhf.apps.lab.inspector import write_inspector
