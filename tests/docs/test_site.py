@@ -55,10 +55,17 @@ def test_every_link_opens_from_disk(site: Path) -> None:
         for page in site.rglob("*.html")
         # its links start from the root of a server
         if page.name != "404.html"
-        for link in re.findall(r'<a\b[^>]*? href="([^"#:]+)', page.read_text(encoding="utf-8"))
-        if not (page.parent / unquote(link)).is_file()
+        for link in re.findall(r'<a\b[^>]*? href="([^"#]+)', page.read_text(encoding="utf-8"))
+        if not re.match(r"[a-z]+:", link) and not (page.parent / unquote(link)).is_file()
     }
     assert dead == set()
+
+
+def test_pages_load_nothing_from_other_sites(site: Path) -> None:
+    loads = re.compile(
+        r'<(?:script|img|iframe)\b[^>]*? src="[a-z]+://|<link\b[^>]*? href="[a-z]+://'
+    )
+    assert [page for page in site.rglob("*.html") if loads.search(page.read_text("utf-8"))] == []
 
 
 def test_the_page_for_contributors_links_pages_and_files(site: Path) -> None:
