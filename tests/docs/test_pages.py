@@ -63,16 +63,6 @@ def test_the_navigation_has_every_page_once() -> None:
     assert sorted(entries(nav)) == sorted([*pages, "contributing.md"])
 
 
-def test_the_navigation_has_four_groups() -> None:
-    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
-    assert [name for group in nav for name in group] == [
-        "Start",
-        "Guides",
-        "Reference",
-        "Coming from",
-    ]
-
-
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
 

@@ -84,47 +84,41 @@ def test_the_program_trains(model_folder: str, caplog: pytest.LogCaptureFixture)
     assert Path("my-model/config.json").is_file()
 
 
-def write_rows(path: str, row: dict[str, object], number: int = 16) -> None:
-    Path(path).write_text(f"{json.dumps(row)}\n" * number)
-
-
 def test_the_recipes_train(
     model_folder: str, vlm_folder: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write_rows("pairs.jsonl", {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"})
-    write_rows("questions.jsonl", {"prompt": "2 + 2?", "answer": "4"})
-    turns = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
-    write_rows("chats.jsonl", {"messages": turns})
-    write_rows("pictures.jsonl", {"prompt": "How many? <image>", "image": "i.png", "answer": "3"})
+    chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+    for name, row in {
+        "pairs": {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"},
+        "questions": {"prompt": "2 + 2?", "answer": "4"},
+        "chats": {"messages": chat},
+        "pictures": {"prompt": "How many? <image>", "image": "i.png", "answer": "3"},
+    }.items():
+        Path(f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * 16)
     Image.new("RGB", (32, 32)).save("i.png")
     program = program_of(README)
-    for name, folder in (
-        ("Qwen/Qwen2.5-0.5B-Instruct", model_folder),
-        ("Qwen/Qwen2.5-VL-3B-Instruct", vlm_folder),
-    ):
-        assert name in program
-        program = program.replace(name, folder)
-    # 128 random bytes are a longer text than the tiny reward model reads
-    program = program.replace(
-        "PPO(model, ", "PPO(model, sampling=Sampling(max_new_tokens=8), rewards="
-    )
-    program = re.sub(r"max_(steps=500|epochs=1)", 'max_steps=1, accelerator="cpu"', program)
+    for theirs, tiny in {
+        "Qwen/Qwen2.5-0.5B-Instruct": model_folder,
+        "Qwen/Qwen2.5-VL-3B-Instruct": vlm_folder,
+        # 128 random bytes are a longer text than the tiny reward model reads
+        "PPO(model, ": "PPO(model, sampling=Sampling(max_new_tokens=8), rewards=",
+        "max_steps=500": "max_steps=1",
+        "max_epochs=1": "max_steps=1",
+    }.items():
+        assert theirs in program
+        program = program.replace(theirs, tiny)
 
     exec(compile(program, "README.md", "exec"), {"Sampling": Sampling})
 
     assert caplog.text.count("`max_steps=1` reached") == 6
-    for run_folder in ("reward", "grpo", "ppo", "sft", "dpo", "vision"):
-        assert Path("runs", run_folder, "export", "final", "config.json").is_file()
+    assert len([*Path("runs").glob("*/export/final/config.json")]) == 6
 
 
 def test_the_reward_of_ones_own_scores() -> None:
     (source,) = re.findall(r"```python\n(# my_rewards.py.*?)```", README, re.DOTALL)
-    names: dict[str, Any] = {}
+    names: dict[str, Any] = {"Rewards": Rewards}
     exec(compile(source, "README.md", "exec"), names)
-    rewards = eval(
-        re.findall(r"^`(Rewards\(.*?\))`", README, re.MULTILINE)[0], names | {"Rewards": Rewards}
-    )
-    assert len(rewards.functions) == 2
+    assert eval(re.findall(r"^`(Rewards\(.*?\))`", README, re.MULTILINE)[0], names)
     assert names["short_and_right"](completions=["4", "no"], answer=["4", "4"]) == [0.99, -0.02]
 
 
