@@ -2,7 +2,8 @@
 
 A link such as ``../lrlhf/models/heads.py`` works where the page is read in the repository, but
 leads out of the site, which has only the files in ``docs``. So the site gets a page with the text
-of each linked file, under ``source/``, and the links lead there.
+of each linked file, under ``source/``, and the links lead there. ``CONTRIBUTING.md`` stands beside
+the package and is the page ``contributing.md``.
 """
 
 import json
@@ -14,7 +15,8 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-LINK = re.compile(r"\]\((\.\./[^)#\s]+)\)")
+LINK = re.compile(r"\]\((\.\./[^)#\s]+)(?=[)#])")
+CONTRIBUTING = "contributing.md"
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".md": "markdown"}
 
 
@@ -37,14 +39,16 @@ def repository_path(src_uri: str, link: str, config: MkDocsConfig) -> str | None
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds a page for each file outside of ``docs`` that a page links to."""
+    """Adds the page for contributors and a page for each file that others link to."""
+    text = (Path(config.docs_dir).parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    files.append(File.generated(config, CONTRIBUTING, content=as_page(text)))
     paths = {
         path
         for page in files.documentation_pages()
         for link in LINK.findall(page.content_string)
         if (path := repository_path(page.src_uri, link, config))
     }
-    for path in sorted(paths):
+    for path in sorted(paths - {"CONTRIBUTING.md"}):
         text = (Path(config.docs_dir).parent / path).read_text(encoding="utf-8")
         shown = (
             notebook_page(text)
@@ -54,6 +58,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         content = f"---\nsearch: {{exclude: true}}\n---\n\n{shown}"
         files.append(File.generated(config, f"source/{path}.md", content=content))
     return files
+
+
+def as_page(text: str) -> str:
+    """The text of a file beside ``docs``, with the links of a file inside of it."""
+    links = re.sub(r"\]\((?![a-z]+:|#)([^)]+)\)", r"](../\1)", text)
+    return links.replace("](../docs/", "](")
 
 
 def fenced(text: str, language: str) -> str:
@@ -93,7 +103,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: objec
         path = repository_path(page.file.src_uri, match[1], config)
         if path is None:
             return match[0]
+        target = CONTRIBUTING if path == "CONTRIBUTING.md" else f"source/{path}.md"
         folder = posixpath.dirname(page.file.src_uri)
-        return f"]({posixpath.relpath(f'source/{path}.md', folder or '.')})"
+        return f"]({posixpath.relpath(target, folder or '.')}"
 
     return LINK.sub(replaced, markdown)

