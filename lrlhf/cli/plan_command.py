@@ -10,11 +10,10 @@ from jsonargparse.typing import PositiveInt
 
 from lrlhf.modules import DPO, SFT, RewardModel, TrainingModule
 from lrlhf.modules.policy.batch_plan import BatchPlan, Quantity, table_of
-from lrlhf.planning.batch_sizes import has_batch_plan, planned_batches
 from lrlhf.planning.config_entries import is_a, options_of
 from lrlhf.planning.memory import memory_report
+from lrlhf.planning.run_sizes import has_batch_plan, planned_batches, processes, training_steps
 from lrlhf.planning.times import GPUS, time_report
-from lrlhf.planning.trainer_sizes import processes, training_steps
 
 
 def add_plan_options(parser: ArgumentParser) -> None:

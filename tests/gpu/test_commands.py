@@ -39,8 +39,9 @@ def written(model_folder: str, accelerator: str, **options: Any) -> list[str]:
     "lrlhf.planning.checks.trainer_options",
     "lrlhf.planning.memory._is_on_gpu",
     "lrlhf.planning.policy_models",
+    "lrlhf.planning.times",
     "lrlhf.cli.plan_command",
-    "lrlhf.planning.trainer_sizes._devices_here",
+    "lrlhf.planning.run_sizes._devices_here",
     "lrlhf.modules.checks.prepare_trainer",
 )
 def test_fit_check_and_plan(model_folder: str, accelerator: str, capsys) -> None:
