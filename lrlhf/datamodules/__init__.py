@@ -1,8 +1,6 @@
 """Data modules for texts, prompts, preference pairs and stored rollouts, and what they read."""
 
 from lrlhf.datamodules.core import RowDataModule
-from lrlhf.datamodules.datasets.media_pairs import MediaPairs
-from lrlhf.datamodules.datasets.published_steps import PublishedSteps
 from lrlhf.datamodules.datasets.ratings import RatedPairs, RatedText
 from lrlhf.datamodules.datasets.tasks import ReasoningGym
 from lrlhf.datamodules.datasets.verdict_tasks import VerdictTasks
@@ -24,11 +22,9 @@ __all__ = [
     "EvalLoader",
     "FileSource",
     "HubSource",
-    "MediaPairs",
     "MemorySource",
     "PreferenceDataModule",
     "PromptDataModule",
-    "PublishedSteps",
     "RatedPairs",
     "RatedText",
     "ReasoningGym",
