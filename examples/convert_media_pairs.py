@@ -101,7 +101,8 @@ def imagegen_cot_reward(row: Row) -> Iterator[Row]:
     caption = re.search(r"Text Caption:\s*(.+)", question)
     if caption is None:
         raise BadRow("no caption", f"its question has no line 'Text Caption: …': {question!r:.80}")
-    words, first, second = {"a": "A", "b": "B", "tie": "C"}, *row["images"]
+    words = {"a": "A", "b": "B", "tie": "C"}
+    first, second = row["images"]
     label = of_word(str(read_answer(reply) or reply[-80:]), words)
     prompt, reasoning = caption.group(1).strip(" *[]\"'"), reasoning_before_answer(reply)
     yield pair({"prompt": prompt}, "image", first, second, label, reasoning=reasoning)

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lrlhf.datamodules import BadRow
+from lrlhf.datamodules import BadDataError, BadRow
 from lrlhf.datamodules.loading.sources import Row, resolve_source
 from lrlhf.datamodules.rows.bad_rows import missing_column
 from lrlhf.datamodules.rows.columns import structure_of, text_of, wrong_type
@@ -182,4 +182,7 @@ def _list(row: Row, column: str) -> list[Any]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except BadDataError as error:
+        sys.exit(f"error: {error}")

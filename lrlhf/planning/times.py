@@ -156,7 +156,7 @@ def generation(model: ModelSize, texts: Texts, engine: Engine, gpu: GPU) -> list
     at_once = max(1, min(rows, engine.sequences, room))
     if engine.own:  # a batch runs until its longest response ends
         steps: float = math.ceil(rows / at_once) * texts.longest
-        written, beside = rows * texts.longest, _OWN_STEP_S
+        written, beside = float(rows * texts.longest), _OWN_STEP_S
     else:  # a response begins when one has ended, and the longest may end alone
         steps = rows * texts.response / at_once + texts.longest - texts.response
         written, beside = rows * texts.response, _STEP_S
