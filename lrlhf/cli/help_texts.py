@@ -100,21 +100,19 @@ example:
     "plan": f"""\
 usage: lrlhf plan --config FILE [--gpus N] [--gpu NAME] [the options of lrlhf fit]
 
-Print the batch sizes, the steps and the memory of fit, without training, and with --gpus how long
-an iteration takes in a simulation.
+Print the batch sizes, the steps and the memory of fit, without training, and with --gpu how long
+an iteration takes, within a factor of two.
 
 options:
 {_CONFIG}
-  --gpus N                    processes, whatever the config has; 8,64,512: only times, of each
-  --gpu NAME                  a100, h100, h200, b200 or l40s; times are of h100 unless given
+  --gpus N                    processes, whatever the config has
+  --gpu NAME                  a100, h100, h200, b200 or l40s: its memory, and the time it takes
   --gpu-memory GIB            memory of each GPU; marks what does not fit
-  --prompts P                 simulate so many per iteration, of all GPUs together
-  --response-lengths MEAN     simulate such a mean; or a path: the rollouts.jsonl of a run
-  --reward-seconds S          simulate rewards that take so long, reward models left out
+  --response-tokens MEAN      of a response, for times; half of the limit unless given
 
 examples:
   lrlhf plan --config configs/quickstart.yaml --gpus 2
-  lrlhf plan --config configs/ppo_text_7b.yaml --gpus 8,64 --prompts 512 --response-lengths 400
+  lrlhf plan --config configs/ppo_text_7b.yaml --gpus 64 --gpu h100 --response-tokens 400
 
 {_MORE}""",
     "validate": f"""\

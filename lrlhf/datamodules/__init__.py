@@ -6,8 +6,6 @@ from lrlhf.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from lrlhf.datamodules.core import RowDataModule, RowKind
-    from lrlhf.datamodules.datasets.media_pairs import MediaPairs
-    from lrlhf.datamodules.datasets.published_steps import PublishedSteps
     from lrlhf.datamodules.datasets.ratings import RatedPairs, RatedText
     from lrlhf.datamodules.datasets.tasks import ReasoningGym
     from lrlhf.datamodules.datasets.verdict_tasks import VerdictTasks
@@ -36,11 +34,9 @@ __all__ = [
     "EvalLoader",
     "FileSource",
     "HubSource",
-    "MediaPairs",
     "MemorySource",
     "PreferenceDataModule",
     "PromptDataModule",
-    "PublishedSteps",
     "RatedPairs",
     "RatedText",
     "ReasoningGym",

@@ -41,7 +41,7 @@ class PreferenceDataModule(TextDataModule[PairRow, PreferenceBatch]):
     """Loads pairs of answers with the judgement which of them is better.
 
     A source is a file (.jsonl, .json, .parquet, .csv, each optionally .gz), a folder or pattern of
-    such files, a hub id (``owner/name:config@split``), or a `Source` such as `MediaPairs`.
+    such files, a hub id (``owner/name:config@split``), or a `Source`.
     From Python it may also be rows: a list of dicts, a dict of columns, a DataFrame, a
     ``datasets.Dataset`` or any other object with a length, see `MemorySource`.
 

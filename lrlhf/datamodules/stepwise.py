@@ -29,7 +29,7 @@ class StepwiseDataModule(TextDataModule[StepRow, StepBatch]):
     A row has a ``prompt`` (text, or the turns of a chat), ``completions``, the list of the steps of
     an answer, and ``labels``, one for each: true or 1 for a correct step, false or 0 for a wrong
     one, a probability between, or null for a step that nobody has judged. Sources are those of
-    `PreferenceDataModule`; `PublishedSteps` reads PRM800K, Math-Shepherd and ProcessBench.
+    `PreferenceDataModule`.
 
     Prompt and steps are tokenised one by one, and behind each step comes the module's
     ``step_separator``, at whose last token the step is judged. Rows with equal prompts are never

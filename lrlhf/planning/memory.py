@@ -13,13 +13,16 @@ from rich.text import Text
 from lrlhf.models import HeadedBackbone, RewardNetwork, ScoreModel, plain_model
 from lrlhf.models.loading.meta import skeleton
 from lrlhf.modules import DPO, SFT
-from lrlhf.modules.policy.batch_plan import BatchPlan
+from lrlhf.modules.policy.batch_plan import BatchPlan, plain_text
 from lrlhf.planning.config_entries import is_a, options_of, spec_of
 from lrlhf.planning.dry_run import DryRun, Shape
-from lrlhf.planning.given_texts_memory import add_preference_phases, add_supervised_phases
-from lrlhf.planning.memory_phases import PhaseList
-from lrlhf.planning.plain_table import plain_text
-from lrlhf.planning.policy_memory import add_policy_phases, note_media
+from lrlhf.planning.memory_phases import (
+    PhaseList,
+    add_policy_phases,
+    add_preference_phases,
+    add_supervised_phases,
+    note_media,
+)
 from lrlhf.planning.strategy_shares import strategy_of, weights_of
 from lrlhf.trainer import GPU_PRECISION
 

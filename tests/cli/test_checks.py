@@ -32,18 +32,18 @@ from lrlhf.models.loading.deferred_weights import is_deferred
 from lrlhf.modules.policy.batch_plan import Quantity
 from lrlhf.planning.checks import models, run_checks
 from lrlhf.planning.checks.data_rows import check_reward_columns, check_sources
-from lrlhf.planning.checks.logins import check_wandb
 from lrlhf.planning.checks.mistake import MistakeError
 from lrlhf.planning.checks.models import TrainedModel, check_main_memory, check_models
-from lrlhf.planning.checks.together import check_engine
+from lrlhf.planning.checks.run_checks import check_engine
 from lrlhf.planning.checks.trainer_options import (
     check_accelerator,
     check_devices,
     check_length,
     check_replaced,
     check_strategy,
+    check_wandb,
 )
-from lrlhf.planning.trainer_sizes import processes
+from lrlhf.planning.run_sizes import processes
 from lrlhf.strategies import FSDP2
 from tests.cli import toys
 from tests.cli.experiment import experiment

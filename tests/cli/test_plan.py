@@ -10,7 +10,7 @@ from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 
 from lrlhf.cli import run
 from lrlhf.models import CausalLM, ScoreModel
-from lrlhf.planning.trainer_sizes import processes, training_steps
+from lrlhf.planning.run_sizes import processes, training_steps
 from tests.cli import toys  # noqa: F401  its classes are known by their short names
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from lrlhf.cli import run
 from lrlhf.models import CausalLM
 from lrlhf.models.loading.meta import skeleton
-from lrlhf.planning.live_bytes import Usage
+from lrlhf.planning.dry_run import Usage
 from lrlhf.planning.strategy_shares import OptimizerNeeds, strategy_of, weights_of
 from tests.cli.experiment import experiment
 

@@ -1,6 +1,5 @@
-"""`lrlhf plan --gpus` says how long an iteration takes, what limits it and how to divide GPUs."""
+"""`lrlhf plan --gpu` says how long an iteration takes, and how little is known of it."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,11 @@ def _model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _planned(
-    capsys: pytest.CaptureFixture[str], *flags: str, module: str = "RLOO", **model: Any
+    capsys: pytest.CaptureFixture[str],
+    *flags: str,
+    module: str = "RLOO",
+    prompts: int = 8,
+    **model: Any,
 ) -> str:
     options = {
         "policy": "model",
@@ -39,7 +42,7 @@ def _planned(
         "engine": {"class_path": "VLLMServerEngine"},
         **model,
     }
-    data = {"train": "none.jsonl", "batch_size": 8, "max_prompt_tokens": 32}
+    data = {"train": "none.jsonl", "batch_size": prompts, "max_prompt_tokens": 32}
     config = experiment(module, options, data, reward="exact_match", strategy="fsdp2")
     Path("run.yaml").write_text(yaml.safe_dump(config))
     status = run(["plan", "--config", "run.yaml", *flags])
@@ -48,111 +51,83 @@ def _planned(
     return shown.out + shown.err
 
 
-def _rows(shown: str) -> list[list[str]]:
-    """The cells of the table of times."""
+def _rows(shown: str) -> dict[str, list[str]]:
+    """The cells of the table of times, by phase."""
     lines = [line.strip("| ").split("|") for line in shown.splitlines() if "|" in line]
     cells = [[cell.strip() for cell in line] for line in lines]
-    first = next(number for number, line in enumerate(cells) if line[0].startswith("seconds of"))
-    return cells[first + 2 :]
+    first = next(place for place, line in enumerate(cells) if line[0].endswith(("h100", "h200")))
+    return {name: row for name, *row in cells[first + 2 :]}
 
 
-def test_each_number_of_gpus_has_its_layouts_and_a_bottleneck(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    flags = ["--prompts", "64", "--response-lengths", "20", "--gpu", "h200"]
-    shown = _planned(capsys, "--gpus", "2,8", *flags)
-
-    assert "one iteration/prompts" not in shown  # no plan of a single number
-    rows = _rows(shown)
-    assert [(row[0], row[3]) for row in rows] == [
-        (f"{gpus} GPUs, {how}", staleness)
-        for gpus in (2, 8)
-        for how, staleness in (
-            ("in turns on all", "0"),
-            *(("apart", str(one)) for one in (0, 1, 2, 4)),
-        )
-    ]
-    for row in rows:
-        trainers, (replicas, parallel) = int(row[1]), map(int, row[2].split(" × "))
-        together = "all" in row[0]
-        assert trainers + (0 if together else replicas * parallel) == int(row[0].split()[0])
-    (two, eight) = [line for line in shown.splitlines() if "bottleneck: " in line]
-    assert two.startswith("2 GPUs: ")
-    assert eight.startswith("8 GPUs: ")
-    assert "a simulation: no GPU was measured" in shown
-    assert "h200: 989 TFLOP/s in bfloat16" in shown
-    # 64 x 4 responses with their prompts of 32
-    assert "one iteration: 64 prompts × 4 responses, 13,3" in shown
-    assert "lognormal, mean 20, cut at 64 tokens" in shown
+def _seconds(shown: str) -> dict[str, float]:
+    return {name: float(row[3].replace(",", "")) for name, row in _rows(shown).items()}
 
 
-def test_one_number_shows_batches_and_memory_too_and_multiplies_the_batch(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    shown = _planned(capsys, "--gpus", "2")
+def test_phases_add_up_to_an_iteration_with_its_range(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = _planned(capsys, "--gpus", "2", "--gpu", "h200", prompts=8192)
     assert "data.batch_size × 2 processes" in shown
-    assert "no memory table" in shown
-    assert "one iteration: 16 prompts × 4 responses" in shown
-    assert "lognormal, mean 32, cut at 64 tokens" in shown
-    assert "h100: 989 TFLOP/s" in shown
+    assert "| one iteration, 2 × h200 " in shown
+    rows, seconds = _rows(shown), _seconds(shown)
+    phases = ["generate: prompts", "generate: responses", "weight sync", "log-probabilities"]
+    assert list(rows) == [*phases, "reference", "update policy", "iteration"]
+    whole = seconds.pop("iteration")
+    assert whole == pytest.approx(sum(seconds.values()), rel=0.01)
+    low, high = map(float, rows["iteration"][4].split(" – "))
+    assert (low, high) == (pytest.approx(whole / 2, rel=0.05), pytest.approx(whole * 2, rel=0.05))
+    assert "never compared with a GPU: it may be wrong by a factor of\n2 either way" in shown
+    assert "Tokens: 32 of a prompt, 32 of a response, 64 of the longest." in shown
+    # a terminal of 80 columns holds what is new here
+    new = shown[shown.index("| one iteration, 2") :]
+    assert max(map(len, new.splitlines())) <= 80
+
+
+def test_generation_ahead_goes_on_beside_training(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--gpus", "2", "--gpu", "h100"]
+    seconds = _seconds(_planned(capsys, *flags, prompts=8192, max_staleness=1))
+    whole = seconds.pop("iteration, max_staleness above 0")
+    generate = seconds["generate: prompts"] + seconds["generate: responses"]
+    assert whole == pytest.approx(max(generate, sum(seconds.values()) - generate), rel=0.01)
+
+
+def test_a_policy_that_generates_itself_sends_no_weights(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert "weight sync" not in _rows(_planned(capsys, "--gpu", "h100", engine=None))
+
+
+@pytest.mark.parametrize(
+    ("engine", "replicas"),
+    [
+        ({"class_path": "VLLMServerEngine", "init_args": {"replicas": 4}}, 4),
+        ({"class_path": "VLLMServerEngine", "init_args": {"url": ["a", "b"]}}, 2),
+        ({"class_path": "VLLMEngine", "init_args": {"tensor_parallel_size": 2}}, 4),
+    ],
+)
+def test_replicas_share_the_prompts(
+    engine: dict[str, Any], replicas: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--gpus", "8", "--gpu", "h100"]
+    seconds = _seconds(_planned(capsys, *flags, prompts=8192, engine=engine))
+    gpus = replicas * engine["init_args"].get("tensor_parallel_size", 1)
+    # 8 x 8192 prompts of 32 tokens, at half of the peak
+    pairs = 2 * 16 * 2048 * 32**2
+    flops = 8 * 8192 * (2 * (BODY + HEAD) * 32 + pairs)
+    assert seconds["generate: prompts"] == pytest.approx(flops / (gpus * 0.5 * 989e12), rel=0.005)
 
 
 def test_a_reason_why_neither_memory_nor_times_are_known_is_told_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lrlhf.cli.plan_command.memory_report", memory_report)
-    shown = _planned(capsys, "--gpus", "2", policy="./gone")
+    shown = _planned(capsys, "--gpus", "2", "--gpu", "h100", policy="./gone")
     assert shown.count("source './gone'") == 1
     assert "no memory table: source './gone'" in shown
     assert shown.rstrip().endswith("no table of times either")
-    several = _planned(capsys, "--gpus", "2,4", policy="./gone")  # which show no memory
-    assert "no table of times: source './gone'" in several
 
 
-def test_rewards_and_recorded_lengths_count(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("rollouts.jsonl").write_text(json.dumps({"length": 7}) + "\n")
-    flags = ["--gpus", "1", "--response-lengths", "rollouts.jsonl", "--reward-seconds", "1000"]
-    shown = _planned(capsys, *flags)
-    assert "those of 1 responses in rollouts.jsonl, mean 7" in shown
-    assert _rows(shown)[0][6] == "1000.0"
-    assert "bottleneck: rewards" in shown
-
-
-def test_a_policy_that_generates_itself_does_not_share_gpus(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (row,) = _rows(_planned(capsys, "--gpus", "8", engine=None))
-    assert row[:4] == ["8 GPUs, in turns on all", "8", "8 × 1", "0"]
-
-
-def test_what_does_not_fit_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = _planned(capsys, "--gpus", "1", "--gpu-memory", "16")
-    assert "1 GPUs: no layout fits: each of 1 trainers needs " in shown
-    assert " GB, and 15.5 GB are usable; take more GPUs, trainer.strategy: fsdp2" in shown
-    assert "seconds of one iteration" not in shown
-
-
-def test_fewer_prompts_than_gpus_leave_some_idle(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = _planned(capsys, "--gpus", "2,8", "--prompts", "2")
-    assert _rows(shown)[5][0] == "8 GPUs, in turns on all, 6 idle"
-    assert " idle (set --prompts to at least 8: each trainer needs one)" in shown
-    # unless told, there are enough for the largest number
-    assert "one iteration: 64 prompts × 4 responses" in _planned(capsys, "--gpus", "2,8")
-
-
-def test_pairs_have_no_simulation(capsys: pytest.CaptureFixture[str]) -> None:
-    config = experiment("RewardModel", {"model": "model"}, {"train": "none", "batch_size": 8})
-    Path("run.yaml").write_text(yaml.safe_dump(config))
-    for flags, error in (
-        (["--gpus", "8,64"], "--gpus has several numbers, but no time of "),
-        (["--gpus", "8", "--prompts", "4"], "--prompts is for a simulation, and no time of "),
-    ):
-        assert run(["plan", "--config", "run.yaml", *flags]) == 2
-        assert error in capsys.readouterr().err
-
-
-# of 16 blocks: queries and outputs, keys and values, three matrices, two norms; a last norm
-BODY = 16 * (2 * 2048**2 + 2 * 2048 * 512 + 3 * 2048 * 8192 + 2 * 2048) + 2048
+# of 16 blocks: queries and outputs, keys and values, three matrices, two norms; a last norm, and
+# the frequencies of 32 positions, kept twice
+BODY = 16 * (2 * 2048**2 + 2 * 2048 * 512 + 3 * 2048 * 8192 + 2 * 2048) + 2048 + 64
 HEAD = 32000 * 2048
 PROMPTS = 16384
 TRAINER = 0.4 * 989e12
@@ -166,45 +141,65 @@ def _forward(weights: int, *, prompts: int) -> float:
     return 2 * weights * tokens + 2 * 16 * 2048 * pairs
 
 
-def _phases(capsys: pytest.CaptureFixture[str], **model: Any) -> list[float]:
-    """Seconds of rewards, log-probabilities and update on one GPU."""
-    Path("rollouts.jsonl").write_text(json.dumps({"length": 64}) + "\n")
-    flags = ["--gpus", "1", "--prompts", str(PROMPTS), "--response-lengths", "rollouts.jsonl"]
-    return [float(cell) for cell in _rows(_planned(capsys, *flags, **model))[0][6:9]]
+FULL = ["--gpu", "h100", "--response-tokens", "64"]
 
 
 def test_a_reward_model_takes_its_time(capsys: pytest.CaptureFixture[str]) -> None:
     learned = {"class_path": "LearnedReward", "init_args": {"source": "model"}}
     rewards = {"class_path": "Rewards", "init_args": {"functions": {"preference": learned}}}
-    reward, _, _ = _phases(capsys, rewards=rewards)
+    seconds = _seconds(_planned(capsys, *FULL, prompts=PROMPTS, rewards=rewards))
     # each text by itself, without the output head
-    assert reward == pytest.approx(_forward(BODY, prompts=4) / TRAINER, abs=0.06)
+    expected = _forward(BODY, prompts=4) / TRAINER
+    assert seconds["score responses: preference"] == pytest.approx(expected, rel=0.005)
 
 
 def test_a_critic_is_asked_and_updated(capsys: pytest.CaptureFixture[str]) -> None:
     once = {"num_iterations": 1, "num_minibatches": 1}
     options = {"critic": {"model": "model"}, "reference": {"kl_coef": 0.0}, "update": once}
-    _, logprob, update = _phases(capsys, module="PPO", **options)
-    critic, policy = (_forward(one, prompts=1) for one in (BODY, BODY + HEAD))
-    assert logprob == pytest.approx(critic / TRAINER, abs=0.06)
-    # three times forward, and 28 bytes for each weight and its step at 0.8 x 3.35 TB/s
-    step = 28 * (2 * BODY + 2 * HEAD + HEAD) / 2.68e12
-    assert update == pytest.approx(3 * (critic + policy) / TRAINER + step, abs=0.06)
+    seconds = _seconds(_planned(capsys, *FULL, module="PPO", prompts=PROMPTS, **options))
+    critic, policy = (_forward(one, prompts=1) / TRAINER for one in (BODY, BODY + HEAD))
+    assert seconds["values"] == pytest.approx(critic, rel=0.005)
+    assert "reference" not in seconds
+    # three times forward
+    assert seconds["update critic"] == pytest.approx(3 * critic, rel=0.005)
+    assert seconds["update policy"] == pytest.approx(3 * policy, rel=0.005)
+
+
+def test_epochs_and_recomputed_activations_count_again(capsys: pytest.CaptureFixture[str]) -> None:
+    options = {
+        "policy": {"source": "model", "gradient_checkpointing": True},
+        "update": {"num_iterations": 2},
+    }
+    seconds = _seconds(_planned(capsys, *FULL, prompts=PROMPTS, **options))
+    # two epochs of four times forward
+    expected = 8 * _forward(BODY + HEAD, prompts=1) / TRAINER
+    assert seconds["update policy"] == pytest.approx(expected, rel=0.005)
 
 
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
-        (["--gpus", "8,x"], "--gpus is 8,x; give a number, or several as in 8,64"),
-        (["--gpus", "8,0"], "--gpus is 0; it must be above 0"),
-        (["--prompts", "8"], "--prompts is for a simulation, and that needs --gpus"),
-        (["--response-lengths", "9"], "--response-lengths is for a simulation, and that needs"),
-        (["--reward-seconds", "1"], "--reward-seconds is for a simulation, and that needs --gpus"),
-        (["--gpus", "8", "--response-lengths", "65"], "times: --response-lengths is 65"),
-        (["--gpus", "8", "--response-lengths", "no.jsonl"], "neither a mean nor a file"),
+        (["--gpus", "0"], "--gpus is 0; it must be above 0"),
+        (["--gpus", "8,64"], "gpus"),
+        (["--prompts", "8"], "prompts: no such option"),
+        (["--response-tokens", "9"], "--response-tokens is for the time of an iteration, which"),
+        (
+            ["--gpu", "h100", "--response-tokens", "65"],
+            "--response-tokens is 65, above model.sampling.max_new_tokens (64)",
+        ),
     ],
 )
 def test_a_mistake_is_named(
     flags: list[str], error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert error in _planned(capsys, *flags)
+    shown = _planned(capsys, *flags)
+    assert error in shown
+    assert "error: " in shown
+
+
+def test_pairs_take_no_response_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    config = experiment("RewardModel", {"model": "model"}, {"train": "none", "batch_size": 8})
+    Path("run.yaml").write_text(yaml.safe_dump(config))
+    flags = ["--gpu", "h100", "--response-tokens", "9"]
+    assert run(["plan", "--config", "run.yaml", *flags]) == 2
+    assert "needs --gpu and a policy that generates" in capsys.readouterr().err

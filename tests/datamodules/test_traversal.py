@@ -1,6 +1,5 @@
 """Rows name files of their data set, and no others."""
 
-import json
 import struct
 import zlib
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from lrlhf.datamodules.datasets.media_pairs import MediaPairs
 from lrlhf.datamodules.loading.path_safety import FOREIGN, local_path
 from lrlhf.datamodules.loading.sources import HubSource
 from lrlhf.datamodules.rows.bad_rows import BadRow
@@ -122,48 +120,6 @@ def test_odd_names_are_names_or_missing_files(data: Path) -> None:
 def test_columns_are_held_in(data: Path, row: dict[str, Any]) -> None:
     with pytest.raises(BadRow, match="file outside the data"):
         MediaReader(PROCESSOR).of_columns(row, data)
-
-
-def pairs(data: Path, second: str, **options: str) -> list[Any]:
-    row = {"prompt": "p", "path1": "images/a.png", "path2": second, "confidence": 1.0}
-    row |= {"model1": "x", "model2": "y"}
-    (data / "train.json").write_text(json.dumps([row]))
-    return list(MediaPairs("hpdv3", str(data / "train.json"), **options).rows())
-
-
-@pytest.mark.parametrize("second", ["../private.png", "link.png", "file:../private.png"])
-def test_the_pairs_of_a_set_are_held_in(data: Path, second: str) -> None:
-    (problem,) = pairs(data, second)
-    assert isinstance(problem, BadRow)
-    assert problem.reason == "file outside the data"
-
-
-@pytest.mark.parametrize("column", ["image", "images", "video", "videos", "images_1"])
-def test_every_media_column_of_generic_pairs_is_held_in(data: Path, column: str) -> None:
-    row = {"prompt": "p", "image_0": "images/a.png", "image_1": "images/a.png"}
-    several = column.startswith(("images", "videos"))
-
-    def read(named: str, **options: str) -> Any:
-        shown = [{"path": named}] if several else named
-        (data / "rows.json").write_text(json.dumps([{**row, column: shown}]))
-        (pair,) = MediaPairs("generic", str(data / "rows.json"), **options).rows()
-        return pair.reason if isinstance(pair, BadRow) else pair[column]
-
-    assert read("../private.png") == "file outside the data"
-    assert read("/etc/passwd", media_root=str(data)) == "file outside the data"
-    inner = str(data / "images" / "a.png")
-    assert read("images/a.png") == ([inner] if several else inner)
-
-
-def test_an_address_stands_for_a_file_of_the_folder_only(data: Path) -> None:
-    (problem,) = pairs(data, "https://example.org/x/%2e%2e")
-    assert isinstance(problem, BadRow)
-    (pair,) = pairs(data, "https://example.org/images/a.png")
-    assert str(data / "images" / "a.png") in pair.values()
-    private = str(data.parent / "private.png")
-    assert private in pairs(data, private)[0].values()
-    (problem,) = pairs(data, private, media_root=str(data))
-    assert isinstance(problem, BadRow)
 
 
 def bomb(width: int, height: int) -> bytes:

@@ -12,7 +12,7 @@ from tests.docs.test_pages import DOCS, prose
 PAGE = DOCS / "seed_coverage.md"
 STATES = {"done", "otherwise", "left out"}
 COLUMNS = ("feature", "state", "file", "test, or why not")
-NAMED = re.compile(r"`((?:lrlhf|tests)/[^`]+)`")
+NAMED = re.compile(r"`((?:lrlhf|tests|examples)/[^`]+)`")
 
 
 def table_rows(text: str) -> list[list[str]]:

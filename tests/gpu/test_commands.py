@@ -39,8 +39,9 @@ def written(model_folder: str, accelerator: str, **options: Any) -> list[str]:
     "lrlhf.planning.checks.trainer_options",
     "lrlhf.planning.memory._is_on_gpu",
     "lrlhf.planning.policy_models",
+    "lrlhf.planning.times",
     "lrlhf.cli.plan_command",
-    "lrlhf.planning.trainer_sizes._devices_here",
+    "lrlhf.planning.run_sizes._devices_here",
     "lrlhf.modules.checks.prepare_trainer",
 )
 def test_fit_check_and_plan(model_folder: str, accelerator: str, capsys) -> None:
@@ -52,7 +53,7 @@ def test_fit_check_and_plan(model_folder: str, accelerator: str, capsys) -> None
         assert f"{torch.cuda.device_count()}" in shown
         assert "the GPUs of this machine" in shown
     assert run(["plan", *flags, "--gpus", "2", "--gpu", "h100"]) == 0
-    assert "bottleneck" in capsys.readouterr().out
+    assert "one iteration, 2 × h100" in capsys.readouterr().out
     assert run(["fit", *flags]) == 0
     assert Path("runs/run").is_dir()
 

@@ -7,8 +7,15 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.table import Table
 
-from lrlhf.modules.policy.batch_plan import BatchPlan, Quantity, plan_batches, table_of
+from lrlhf.modules.policy.batch_plan import (
+    BatchPlan,
+    Quantity,
+    plain_text,
+    plan_batches,
+    table_of,
+)
 from tests.faults.fuzz_settings import fuzzing
 
 
@@ -173,3 +180,10 @@ def test_on_a_narrow_terminal_origins_go_on_below(monkeypatch: pytest.MonkeyPatc
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     assert [cells[:2] for cells in lines[2:]] == [["responses", "48"], ["", ""]]
     assert " ".join(cells[2] for cells in lines[2:]) == "prompts of data × 3 for each"
+
+
+def test_a_table_is_text_in_a_notebook_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    table = Table("name", box=None)
+    table.add_row("value")
+    assert [line.strip() for line in plain_text(table).splitlines()] == ["name", "value"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 from collections import Counter
@@ -11,7 +12,6 @@ from typing import Any, Literal
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from lrlhf.datamodules.datasets.media_pairs import is_exchanged
 from lrlhf.datamodules.loading.python_rows import Rows
 from lrlhf.datamodules.loading.sources import Row, Source, Weighted, resolve_source
 from lrlhf.datamodules.loading.splits import hold_out
@@ -52,8 +52,8 @@ class VerdictTasks(Source):
     videos stand in the place of the responses.
 
     Args:
-        pairs: Rows as of `PreferenceDataModule`: a file, a folder, a hub id, a `Source` such as
-            `MediaPairs`, or rows from Python. Its files are in one folder.
+        pairs: Rows as of `PreferenceDataModule`: a file, a folder, a hub id, a `Source`, or
+            rows from Python. Its files are in one folder.
         form: How the verdict is asked for and given: ``line``, ``direct`` or ``answer``, see
             `JudgeReward`.
         template: Jinja2 text of the question in place of the form's, which may use ``prompt``,
@@ -212,9 +212,9 @@ class VerdictTasks(Source):
         if self._positions == "both":
             return (False, True)
         if pair.label == 0:
-            return (is_exchanged(self._seed, int(place.rpartition(":")[2]), index=1),)
+            return (_is_exchanged(self._seed, int(place.rpartition(":")[2]), index=1),)
         # of two pairs that follow each other one has the better candidate first
-        better_first = is_exchanged(self._seed, decided // 2) ^ bool(decided % 2)
+        better_first = _is_exchanged(self._seed, decided // 2) ^ bool(decided % 2)
         return ((pair.label > 0) != better_first,)
 
     def _task(self, row: Row, pair: JudgedPair, reasoning: str, exchanged: bool) -> dict[str, Any]:
@@ -281,3 +281,9 @@ def _parts(media: MediaByKind) -> list[dict[str, Any]]:
 
 def _text(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
+
+
+def _is_exchanged(seed: int, number: int, index: int = 0) -> bool:
+    """Decide whether two candidates change places, by nothing but these numbers."""
+    digest = hashlib.blake2b(f"{seed}:{number}:{index}".encode(), digest_size=1).digest()
+    return digest[0] % 2 == 1

@@ -67,16 +67,6 @@ def read_rows_of_file(path: Path) -> RowsOrBad:
             yield row
 
 
-def read_document(path: Path) -> Any:
-    """Read a file that is one JSON value.
-
-    Raises:
-        BadDataError: It cannot be read.
-    """
-    with _reading(path, "JSON"), _opened(path) as stream, _text(stream) as text:
-        return read_json(_rest(text))
-
-
 @contextmanager
 def _reading(path: Path, kind: str) -> Iterator[None]:
     try:

@@ -48,7 +48,7 @@ def local_path(named: str, folder: Path | None, *, root: Path | None) -> str:
         raise BadRow(
             _OUTSIDE,
             f"{named!r} leads to {str(target)!r}, which is not in {str(base)!r}",
-            remedy="set media.root (media_root of MediaPairs) to a folder that holds all files",
+            remedy="set media.root to a folder that holds all files",
         )
     return str(path if root is None and folder is None else whole)
 

@@ -135,7 +135,7 @@ class StepParser:
                     "unknown label",
                     f"label {number} of column {self.labels_column!r} is {label!r:.60}",
                     remedy="labels are true or false, a probability from 0 to 1, or null; "
-                    "published formats are read by PublishedSteps",
+                    "examples/convert_steps.py converts published sets",
                 )
 
     @staticmethod

@@ -186,10 +186,15 @@ def table_of(title: str, quantities: Sequence[Quantity]) -> str:
     for what, number, origin in quantities:
         shown = "unknown" if number is None else str(number)
         table.add_row(Text(what), Text(shown), Text(origin))
+    return plain_text(table, narrow=sys.stdout.isatty())
+
+
+def plain_text(table: Table, *, narrow: bool = False) -> str:
+    """Render a table without colours, each row on one line, or as ``narrow`` as the terminal."""
     buffer = io.StringIO()
-    # a file has it wider than any line: a table that wraps cannot be searched
+    # wider than any line: a table that wraps cannot be searched
     console = Console(file=buffer, width=4096, color_system=None, force_jupyter=False)
-    if sys.stdout.isatty():
+    if narrow:
         least = console.measure(table).minimum
         console.width = max(least, shutil.get_terminal_size().columns)
     console.print(table)

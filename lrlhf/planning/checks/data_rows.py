@@ -18,15 +18,18 @@ from lrlhf.datamodules.core import HasTexts
 from lrlhf.datamodules.loading.sources import resolve_source
 from lrlhf.datamodules.loading.splits import FirstRows
 from lrlhf.datamodules.loading.validation import is_named
+from lrlhf.datamodules.rows.collate import PromptRow
 from lrlhf.functional.names import import_value
-from lrlhf.models import TextLimits
+from lrlhf.models import TextLimits, load_tokenizer
 from lrlhf.modules import DPO
 from lrlhf.planning.checks.mistake import MistakeError
 from lrlhf.planning.checks.models import TrainedModel
 from lrlhf.planning.config_entries import class_of, is_a, is_ours, options_of
-from lrlhf.rewards import RewardFunction
+from lrlhf.rewards import LearnedReward, ProcessReward, RewardFunction
 from lrlhf.rewards.function import OF_EPISODES, OF_RUNS, OTHER_REWARDS, RESERVED
+from lrlhf.rewards.learned import no_template
 from lrlhf.rewards.lookup import BUILTINS
+from lrlhf.rollout import GenerativeReward
 
 ROWS = 100
 """Rows of each source that are looked at."""
@@ -272,3 +275,38 @@ def _is_here(source: Any) -> bool:
         return False
     nested = [one for one in options_of(source).values() if isinstance(one, Mapping)]
     return all(map(is_ours, (one for one in nested if "class_path" in one)))
+
+
+def check_reward_templates(model: Any, seen: LookedAt) -> None:
+    """Refuse a reward model that is to read chats and has no chat template.
+
+    Of the reward model only the tokenizer is loaded.
+    """
+    rewards = options_of(model).get("rewards")
+    if not is_ours(rewards):
+        return
+    functions = options_of(rewards).get("functions") or []
+    rows = [row for split in seen.splits for row in split.rows]
+    chats = any(isinstance(row, PromptRow) and not isinstance(row.prompt, str) for row in rows)
+    for entry in functions.values() if isinstance(functions, Mapping) else functions:
+        if is_a(entry, GenerativeReward):
+            _check_template(entry, "its questions are chats", open_turn=True)
+        elif chats and (is_a(entry, LearnedReward) or is_a(entry, ProcessReward)):
+            _check_template(entry, "the prompts are chats", open_turn=is_a(entry, ProcessReward))
+
+
+def _check_template(entry: Any, reason: str, *, open_turn: bool) -> None:
+    options = options_of(entry)
+    if options.get("chat_template") is not None:
+        return
+    source = options["source"]
+    tokenizer = load_tokenizer(
+        options.get("tokenizer") or source,
+        trust_remote_code=bool(options.get("trust_remote_code")),
+    )
+    if tokenizer.chat_template is None:
+        raise MistakeError(
+            ("model", "rewards", "functions", "source"),
+            f"{reason}, and {no_template(tokenizer, source, open_turn)}",
+            value=source,
+        )

@@ -34,7 +34,7 @@ from lrlhf.models.loading.model_sources import converted_folder, locate
 from lrlhf.modules import DPO
 from lrlhf.planning.checks.mistake import MistakeError
 from lrlhf.planning.config_entries import class_of, is_a, is_ours, options_of, spec_of
-from lrlhf.planning.trainer_sizes import processes
+from lrlhf.planning.run_sizes import processes
 
 _TRAINED: Mapping[str, type[PretrainedSpec]] = {"policy": CausalLM, "model": ScoreModel}
 """Options of the modules with what they train, and what a plain source is there."""

@@ -1,22 +1,29 @@
-"""Options of the trainer."""
+"""Options of the trainer: strategy, devices, length, loggers, accounts and folders."""
 
 from __future__ import annotations
 
 import difflib
 import importlib.util
+import netrc
+import os
 from collections.abc import Iterator, Mapping
+from configparser import ConfigParser
+from configparser import Error as ConfigParserError
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.strategies import StrategyRegistry
 
 import lrlhf.strategies  # noqa: F401  their names are known once they are imported
+from lrlhf.callbacks.hub import HubRepo
 from lrlhf.modules.base import TrainingModule
-from lrlhf.planning.batch_sizes import has_batch_plan
 from lrlhf.planning.checks.mistake import MistakeError
 from lrlhf.planning.config_entries import is_a, options_of
-from lrlhf.planning.trainer_sizes import processes
+from lrlhf.planning.run_sizes import has_batch_plan, processes
+from lrlhf.run.run_folder import refuse_remote
 
 _SPLITS_ONE_MODEL = {
     "fsdp": "fsdp2",
@@ -160,3 +167,112 @@ def entries_of(value: Any) -> Iterator[Mapping[str, Any]]:
     for entry in value if isinstance(value, list) else [value]:
         if isinstance(entry, Mapping) and "class_path" in entry:
             yield entry
+
+
+_WANDB_AWAY = {"offline", "disabled", "dryrun"}
+"""Modes of W&B that need no account."""
+_WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+
+
+def check_wandb(trainer: Mapping[str, Any]) -> None:
+    """Refuse to log to W&B without an account, which it would say once the weights are loaded."""
+    for logger in entries_of(trainer["logger"]):
+        name = str(logger["class_path"])
+        if name.rpartition(".")[2] != "WandbLogger" or _logs_offline(logger) or _logged_in():
+            continue
+        raise MistakeError(
+            ("trainer", "logger"),
+            "nobody is logged in at W&B on this machine: run `wandb login`, or set WANDB_API_KEY; "
+            "WANDB_MODE=offline keeps the run here, for `wandb sync` later",
+            value=name,
+        )
+
+
+def check_hub(trainer: Mapping[str, Any]) -> None:
+    """Refuse to push to the hub offline or without an account, before the weights are loaded."""
+    for callback in entries_of(trainer["callbacks"]):
+        name = options_of(callback).get("push_to_hub")
+        if str(callback["class_path"]).rpartition(".")[2] != "HFExport" or name is None:
+            continue
+        try:
+            HubRepo(repo_id=name).check()
+        except ValueError as error:
+            raise MistakeError(("trainer", "callbacks"), str(error), value=name) from error
+
+
+def _logs_offline(logger: Mapping[str, Any]) -> bool:
+    options = {**options_of(logger), **(logger.get("dict_kwargs") or {})}
+    modes = {options.get("mode"), os.environ.get("WANDB_MODE"), *_wandb_settings("mode")}
+    return bool(options.get("offline") or options.get("experiment") or modes & _WANDB_AWAY)
+
+
+def _logged_in() -> bool:
+    if any(os.environ.get(name) for name in _WANDB_KEYS) or any(_wandb_settings("api_key")):
+        return True
+    address = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    files = [Path(name).expanduser() for name in ("~/.netrc", "~/_netrc")]
+    if given := os.environ.get("NETRC"):
+        files = [Path(given).expanduser()]
+    return any(_has_entry(file, urlsplit(address).hostname or "") for file in files)
+
+
+def _has_entry(file: Path, host: str) -> bool:
+    try:
+        return file.is_file() and netrc.netrc(str(file)).authenticators(host) is not None
+    except (netrc.NetrcParseError, OSError):
+        return True  # what it says cannot be known
+
+
+def _wandb_settings(name: str) -> Iterator[str]:
+    """Read what `wandb offline` and other commands of W&B have left for this folder and user."""
+    folder = Path(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb")).expanduser()
+    for file in (folder / "settings", Path("wandb/settings")):
+        parser = ConfigParser()
+        try:
+            parser.read(file)
+        except (ConfigParserError, OSError, UnicodeDecodeError):
+            continue
+        if value := parser.get("default", name, fallback=""):
+            yield value
+
+
+_FOLDER_OPTIONS = ("dirpath", "save_dir", "root_dir")
+"""What callbacks and loggers call the folder that they write to."""
+
+
+def check_folders(trainer: Mapping[str, Any]) -> None:
+    """Refuse a folder that cannot be made or written, by the option that names it."""
+    if (root := trainer["default_root_dir"]) is not None:
+        try:
+            refuse_remote(root)
+        except ValueError as error:
+            raise MistakeError(("trainer", "default_root_dir"), str(error)) from error
+    for key, folder in _folders(trainer):
+        if "://" in folder:
+            continue
+        if problem := _what_prevents_writing(Path(folder).expanduser()):
+            raise MistakeError(key, f"{folder} cannot be written: {problem}", value=folder)
+
+
+def _folders(trainer: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
+    if (root := trainer["default_root_dir"]) is not None:
+        yield ("trainer", "default_root_dir"), str(root)
+    for section in ("callbacks", "logger"):
+        for entry in entries_of(trainer[section]):
+            options = options_of(entry)
+            for name in _FOLDER_OPTIONS:
+                if isinstance(folder := options.get(name), str | Path):
+                    yield ("trainer", section), str(folder)
+
+
+def _what_prevents_writing(folder: Path) -> str:
+    """Say what is in the way; nothing: the folder is there, or can be made."""
+    try:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    except PermissionError:
+        return "there is no permission to look into one of the folders above it"
+    if not there.is_dir():
+        return f"{there} is a file" if there != folder else "it is a file"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return f"there is no permission to write in {there}"
+    return ""

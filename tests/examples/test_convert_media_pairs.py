@@ -1,8 +1,7 @@
-"""Each format is fed rows in the columns that the published set has."""
+"""Each set is fed rows in the columns in which it was published."""
 
 import io
 import json
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,10 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+from convert_media_pairs import SETS, exchanged, main
 from PIL import Image
 
-from lrlhf.datamodules.datasets.media_pairs import FORMATS, MediaPairs, exchanged, is_exchanged
-from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow
+from lrlhf.datamodules.rows.bad_rows import BadDataError
 from lrlhf.datamodules.rows.preference_rows import LabelReader
 
 
@@ -32,14 +31,17 @@ def write(path: Path, value: Any) -> str:
     return str(path)
 
 
-def pairs(format: str, path: str | Path, **options: Any) -> list[Mapping[str, Any]]:
-    rows = list(MediaPairs(format, str(path), **options).rows())
-    assert not [row for row in rows if isinstance(row, BadRow)]
-    return [row for row in rows if not isinstance(row, BadRow)]
-
-
-def problems(format: str, path: str | Path) -> list[BadRow]:
-    return [row for row in MediaPairs(format, str(path)).rows() if isinstance(row, BadRow)]
+def pairs(name: str, path: str | Path, *flags: str) -> list[Mapping[str, Any]]:
+    """What is in the output; bytes in the place of the files that they were written to."""
+    output = Path(path).parent / "pairs.jsonl"
+    main([name, str(path), str(output), *flags])
+    rows: list[dict[str, Any]] = [json.loads(line) for line in output.read_text().splitlines()]
+    written = str(output.with_suffix(".media"))
+    for row in rows:
+        for column, value in row.items():
+            if isinstance(value, str) and value.startswith(written):
+                row[column] = Path(value).read_bytes()
+    return [*rows]
 
 
 def better(pair: Mapping[str, Any], kind: str = "image") -> tuple[Any, Any]:
@@ -59,23 +61,20 @@ def hpd(number: int, **more: Any) -> dict[str, Any]:
 
 def test_the_order_is_sampled_for_about_half_of_the_rows_and_by_the_seed(tmp_path: Path) -> None:
     path = write(tmp_path / "train.json", [hpd(number) for number in range(400)])
-    rows = pairs("hpdv3", path, seed=3)
+    rows = pairs("hpdv3", path, "--seed", "3")
     labels = [row["preference"] for row in rows]
     assert 160 <= labels.count("A") <= 240  # four standard deviations of 10 around 200
     assert all("good" in better(row)[0] and "bad" in better(row)[1] for row in rows)
-    source = MediaPairs("hpdv3", path, seed=3)
-    assert source.name == f"hpdv3:{path}"
-    assert list(pickle.loads(pickle.dumps(source)).rows()) == rows
-    other = [row["preference"] for row in pairs("hpdv3", path, seed=4)]
+    assert pairs("hpdv3", path, "--seed", "3") == rows
+    other = [row["preference"] for row in pairs("hpdv3", path, "--seed", "4")]
     assert 140 <= sum(a != b for a, b in zip(labels, other, strict=True)) <= 260
 
 
-def test_every_process_samples_the_same_order() -> None:
-    # lowest bit of `printf seed:row:pair | b2sum -l 8`
-    turned = [is_exchanged(0, number, number % 3) for number in range(16)]
-    assert "".join(str(int(one)) for one in turned) == "0111101001000011"
-    turned = [is_exchanged(7, number) for number in range(16)]
-    assert "".join(str(int(one)) for one in turned) == "1110010101010100"
+def test_the_order_is_the_same_on_every_machine(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.json", [hpd(number) for number in range(16)])
+    # lowest bit of `printf seed:row:0 | b2sum -l 8`
+    labels = [row["preference"] for row in pairs("hpdv3", path, "--seed", "7")]
+    assert "".join(str("AB".index(label)) for label in labels) == "1110010101010100"
 
 
 def test_exchanging_turns_candidates_and_label_and_leaves_the_rest() -> None:
@@ -134,8 +133,6 @@ EDIT = {
     "right_output_image": {"bytes": png(3), "path": None},
     "vote_type": "rightvote",
 }
-TWO_KINDS = ("two kinds of media", "images and of videos")
-BOTH_KINDS = ("image_0", "image_1", "video_0", "video_1")
 CRITERIA = ("response1", "response2", "other", None)
 
 
@@ -161,7 +158,7 @@ CRITERIA = ("response1", "response2", "other", None)
             ],
         ),
         (
-            "rapidata_t2v",
+            "rapidata",
             "data/train-00000-of-00001.parquet",
             [row for row, _ in RAPIDATA],
             [
@@ -274,26 +271,6 @@ CRITERIA = ("response1", "response2", "other", None)
                 {"video_0": "winvideos/000000.mp4", "prompt": "a hill"},
             ],
         ),
-        (
-            "generic",
-            "rows.json",
-            [
-                {
-                    "prompt": "sky",
-                    "image_0": {"bytes": None, "path": "in/0.jpg"},
-                    "image_1": "/far/1.jpg",
-                    "alignment": "B",
-                    "coherence": None,
-                    "video_0": None,
-                    "x": 0,
-                },
-                {"prompt": "ice", "image": "s.png", "video_0": "file:///far/0.mp4", "video_1": "1"},
-            ],
-            [
-                {"image_0": "in/0.jpg", "image_1": "/far/1.jpg", "alignment": "B", "x": 0},
-                {"image": "s.png", "video_0": "/far/0.mp4", "video_1": "1", "image_0": None},
-            ],
-        ),
     ],
 )
 def test_each_set_is_read_from_its_own_columns(
@@ -302,7 +279,7 @@ def test_each_set_is_read_from_its_own_columns(
     (tmp_path / "Videos").mkdir()
     read = pairs(format, write(tmp_path / file, rows))
     for pair, wanted in zip(read, expected, strict=True):
-        if FORMATS[format].random_order and pair["preference"] == "B":
+        if SETS[format].ordered_by_seed and pair["preference"] == "B":
             pair = exchanged(pair)
         for column, value in wanted.items():
             shown = column.startswith(("image", "video")) and isinstance(value, str)
@@ -310,7 +287,7 @@ def test_each_set_is_read_from_its_own_columns(
 
 
 def test_heads_named_like_the_criteria_find_their_labels(tmp_path: Path) -> None:
-    rows = pairs("rapidata_t2v", write(tmp_path / "a.parquet", [row for row, _ in RAPIDATA]))
+    rows = pairs("rapidata", write(tmp_path / "a.parquet", [row for row, _ in RAPIDATA]))
     labels = LabelReader(("preference", "coherence", "alignment")).of_candidates(rows[2])
     assert labels[0] == -1.0
     assert all(label != label for label in labels[1:])  # what is not judged is no tie
@@ -325,30 +302,49 @@ def test_addresses_stand_for_local_files_beside_the_first_frame(tmp_path: Path) 
     )
     path = write(tmp_path / "data" / "train.parquet", [row])
     (tmp_path / "videos" / "kling").mkdir(parents=True)
-    (pair,) = pairs("rapidata_i2v", path)
+    (pair,) = pairs("rapidata", path)
     assert pair["video_0"] == str(tmp_path / "videos" / "0 1.mp4")
     assert pair["video_1"] == str(tmp_path / "videos" / "kling" / "02.mp4")
     assert pair["image"] == png(7)
-    (pair,) = pairs("rapidata_i2v", path, media_root=str(tmp_path / "else"))
+    (pair,) = pairs("rapidata", path, "--media-root", str(tmp_path / "else"))
     assert pair["video_1"] == str(tmp_path / "else" / "02.mp4")
 
 
-def test_the_folder_of_an_address_may_be_a_link_to_another_disk(tmp_path: Path) -> None:
+def test_the_folder_of_an_address_may_be_a_link_to_another_disk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     address = "https://assets.example.com/kling/{}"
     (tmp_path / "disk").mkdir()
     (tmp_path / "kling").symlink_to(tmp_path / "disk")
     rows = [hpd(0, path1=address.format("1.jpg"), path2="https://assets.example.com/other/2.jpg")]
     rows += [hpd(1, path1=address.format(name)) for name in (".", "..", "%2e%2e")]
     path = write(tmp_path / "rows" / "train.json", rows)
-    pair, *refused = MediaPairs("hpdv3", path, media_root=str(tmp_path)).rows()
-    assert not isinstance(pair, BadRow)
+    (pair,) = pairs("hpdv3", path, "--media-root", str(tmp_path))
     assert better(pair) == (str(tmp_path / "kling" / "1.jpg"), str(tmp_path / "2.jpg"))
-    reasons = [problem.reason for problem in refused if isinstance(problem, BadRow)]
-    assert reasons == ["wrong type"] * 3
+    assert "3 left out" in capsys.readouterr().out
     (tmp_path / "rows" / "kling").symlink_to(tmp_path / "disk")
-    pair, *_ = MediaPairs("hpdv3", path).rows()
-    assert not isinstance(pair, BadRow)
+    pair, *_ = pairs("hpdv3", path)
     assert better(pair)[0] == str(tmp_path / "rows" / "kling" / "1.jpg")
+
+
+def test_files_are_those_of_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outside = tmp_path / "private.png"
+    outside.write_bytes(b"")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "link.png").symlink_to(outside)
+    named = ["../private.png", "link.png", "file:../private.png", str(outside)]
+    path = write(tmp_path / "data" / "train.json", [hpd(n, path2=p) for n, p in enumerate(named)])
+    # an absolute path is the user's own, unless a root is given
+    (pair,) = pairs("hpdv3", path)
+    assert better(pair)[1] == str(outside)
+    assert "left out: file outside the data: " in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="no pair can be made"):
+        pairs(
+            "hpdv3",
+            write(Path(path), [hpd(0, path2=str(outside))]),
+            "--media-root",
+            str(tmp_path / "data"),
+        )
 
 
 def ranked(prompt_id: str, name: str, rank: int | None) -> dict[str, Any]:
@@ -375,29 +371,21 @@ def test_imagerewarddb_pairs_all_ranks_that_differ(tmp_path: Path, given: str) -
     assert rows[0]["rejected_img"] == "images/train/train_1/a.webp"
 
 
-def test_an_image_without_a_rank_is_counted_and_the_others_of_its_prompt_stay(
-    tmp_path: Path,
+def test_an_image_without_a_rank_is_left_out_and_the_others_of_its_prompt_stay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [
-        {**ranked("p", "a", 1), "prompt_id": 12.0},
-        ranked("p", "b", None),
-        {**ranked("p", "c", 2), "prompt_id": 12.0},
-        {**ranked("p", "e", 4), "prompt_id": ["p"]},
-        {**ranked("p", "e", 4), "prompt_id": None},
-        "no row",
-    ]
-    path = write(tmp_path / "s" / "s.json", rows)
-    found = problems("imagerewarddb", path)
-    reasons = ["no rank", "wrong type", "missing column", "wrong type"]
-    assert [problem.reason for problem in found] == reasons
-    assert "'rank'" in found[0].detail
-    assert "'prompt_id'" in found[1].detail
-    *_, pair = MediaPairs("imagerewarddb", path).rows()
-    assert not isinstance(pair, BadRow)
+    rows = [ranked("p", "a", 1), ranked("p", "b", None), ranked("p", "c", 2), "no row"]
+    (pair,) = pairs("imagerewarddb", write(tmp_path / "s" / "s.json", rows))
     assert [Path(one).stem for one in better(pair)] == ["a", "c"]
+    shown = capsys.readouterr()
+    assert "left out: no rank: " in shown.err
+    assert "1 pairs in " in shown.out
+    assert ", 2 left out" in shown.out
 
 
-def test_genai_bench_video_reads_the_file_of_ratings(tmp_path: Path) -> None:
+def test_genai_bench_video_reads_the_file_of_ratings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     samples = {
         "00000": {"prompt": "a kite", "models": {"Pika": [1, 2, 3], "Gen2": [5], "Other": []}},
         "00001": "nothing",
@@ -406,15 +394,13 @@ def test_genai_bench_video_reads_the_file_of_ratings(tmp_path: Path) -> None:
         "00004": {"prompt": "a kite", "models": {"Pika": ["good"], "Gen2": [5]}},
     }
     write(tmp_path / "genai_video.json", samples)
-    rows = MediaPairs("genai_bench_video", str(tmp_path)).rows()
-    first, second, third = (row for row in rows if not isinstance(row, BadRow))
+    first, second, third = pairs("genai_bench_video", tmp_path)
     assert better(first, "video") == tuple(
         str(tmp_path / model / "00000.mp4") for model in ("Gen2", "Pika")
     )
     assert "preference" not in {**second, **third}  # nobody rated Other
-    details = [problem.detail for problem in problems("genai_bench_video", tmp_path)]
-    named = ("'00001'", "'prompt'", "'models[Pika]'", "'models[Pika]'")
-    assert all(name in detail for name, detail in zip(named, details, strict=True))
+    assert "3 pairs in " in (shown := capsys.readouterr().out)
+    assert ", 4 left out" in shown
 
 
 def test_videogen_rewardbench_has_a_label_per_head(tmp_path: Path) -> None:
@@ -438,83 +424,60 @@ def test_videogen_rewardbench_has_a_label_per_head(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("format", "row", "reason", "named"),
+    ("name", "row", "said"),
     [
-        ("hpdv3", hpd(1, path1=None), "no file", "'path1'"),
-        ("hpdv3", hpd(1, path2={"bytes": None, "path": None}), "wrong type", "'path2'"),
-        ("hpdv3", hpd(1, path1="https://example.com/"), "wrong type", "'path1'"),
-        ("hpdv3", hpd(1, prompt=" "), "empty text", "'prompt'"),
-        ("hpdv3", {"prompt": "p", "path_1": "a"}, "missing column", "'path1'; did you mean"),
+        ("hpdv3", hpd(1, path1=None), "no file: None names no file"),
+        ("hpdv3", hpd(1, path1="https://example.com/"), "no file: the address"),
+        ("hpdv3", hpd(1, path1="../private.png"), "file outside the data: "),
+        ("hpdv3", hpd(1, prompt=" "), "empty text: "),
+        ("hpdv3", {"prompt": "p", "path_1": "a"}, "another form: KeyError 'path1'"),
         (
             "omnireward_t2i",
             {**OMNI, **OMNI_PATHS, "criteria_preference": "response3"},
-            "unknown label",
-            "is 'response3', which is none of response1, response2, other",
+            "unknown label: 'response3' is none of response1, response2, other",
         ),
         *(
-            ("videodpo", {"video1": n, "video2": 1, "frame_caption": "a"}, "wrong type", "'video1'")
-            for n in (None, -1, 1.5, "six")
+            ("videodpo", {"video1": n, "video2": 1, "frame_caption": "a"}, "another form: ")
+            for n in (None, "six")
         ),
-        ("genai_bench_video", {"prompt": "a", "models": {"P": [3]}}, "missing column", "'id'"),
-        ("rapidata_i2v", rapid(*[(0.7, 0.3)] * 3), "missing column", "'prompt_asset'"),
-        (
-            "genai_bench",
-            {"instruct_prompt": "a", "left_output_image": "l.png", "right_output_image": "r.png"},
-            "missing column",
-            "'source_image'",
-        ),
+        ("genai_bench_video", {"prompt": "a", "models": {"P": [3]}}, "another form: KeyError 'id'"),
         (
             "videogen_rewardbench",
             {"prompt": "a", "path_A": "1.mp4", "path_B": "2.mp4", "Overall": "C"},
-            "unknown label",
-            "is 'C', which is none of a, b, same, invalid",
+            "unknown label: 'C' is none of a, b, same, invalid",
         ),
-        ("generic", {"prompt": "a"}, "missing column", "'image_0'"),
-        ("generic", {"prompt": "a", "video_1": "1.mp4"}, "missing column", "'video_0'"),
-        ("generic", {"prompt": "a", "image_0": "0", "video_1": "1"}, *TWO_KINDS),
-        ("generic", {"prompt": "a", **dict.fromkeys(BOTH_KINDS, "x")}, *TWO_KINDS),
     ],
 )
-def test_bad_rows_name_the_column_and_the_file(
-    tmp_path: Path, format: str, row: dict[str, Any], reason: str, named: str
+def test_rows_of_another_form_are_left_out_and_said(
+    tmp_path: Path,
+    name: str,
+    row: dict[str, Any],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (problem,) = problems(format, write(tmp_path / "train.json", [row]))
-    assert problem.reason == reason
-    assert named in problem.detail
-    assert "train.json" in problem.detail
-    assert repr(format) in problem.remedy or "image_0 and image_1" in problem.remedy
+    with pytest.raises(SystemExit, match=f"no pair can be made of .* as {name}"):
+        pairs(name, write(tmp_path / "train.json", [row]))
+    shown = capsys.readouterr().err
+    assert f"left out: {said}" in shown
+    assert "(in train.json)" in shown
 
 
-@pytest.mark.parametrize(
-    ("format", "name", "content", "message"),
-    [
-        ("hpdv3", "train.jsonl", "", r"train\.jsonl: there are no rows in it"),
-        ("hpdv3", "*.jsonl", json.dumps(hpd(1)), r"hpdv3/b\.jsonl: there are no rows in it"),
-        ("hpdv3", "train.json", "", r"train\.json: cannot be read as \.json"),
-        ("genai_bench_video", "v.json", "{}", "no pair can be made"),
-        ("genai_bench_video", "v.json", '{"0": ', r"v\.json: cannot be read as \.json"),
-        ("imagerewarddb", "", "", r"no shard.*train_1\.zip.*unpack"),
-        ("imagerewarddb", "s.json", json.dumps(RANKED[-1:]), "no pair can be made"),
-        ("hpdv3", "../hpdv4", "", r"hpdv4'; did you mean 'hpdv3'"),
-    ],
-)
-def test_a_file_without_pairs_is_an_error(
-    tmp_path: Path, format: str, name: str, content: str, message: str
+def test_a_source_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(BadDataError, match="hpdv4"):
+        pairs("hpdv3", tmp_path / "hpdv4.json")
+
+
+def test_reasoned_verdicts_without_caption_or_verdict_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "hpdv3"
-    folder.mkdir()
-    if "*" in name:
-        (folder / "a.jsonl").write_text(content, encoding="utf-8")
-        (folder / "b.jsonl").touch()
-    elif name.endswith(("json", "jsonl")):
-        (folder / name).write_text(content, encoding="utf-8")
-    else:
-        (folder / "train_1.zip").touch()
-    with pytest.raises(BadDataError, match=message):
-        list(MediaPairs(format, str(folder / name)).rows())
-
-
-def test_formats_are_named_and_documented() -> None:
-    with pytest.raises(BadDataError, match=r"'hpd_v3'.*did you mean 'hpdv3'.*rapidata_i2v"):
-        MediaPairs("hpd_v3", "train.json")
-    assert not [name for name in FORMATS if f"``{name}``" not in (MediaPairs.__doc__ or "")]
+    reply = {"from": "gpt", "value": "<think>Red.</think><answer>Image 1 is better</answer>"}
+    asked = {"from": "human", "value": "<image>\n<image>\nText Caption: **a red hat**"}
+    row = {"conversations": [asked, reply], "images": ["a.png", "b.png"]}
+    said = {"conversations": [asked, {"from": "gpt", "value": "I cannot tell."}]}
+    changes = [{}, said, {"conversations": [{"from": "human", "value": "Which?"}, reply]}]
+    rows = [{**row, **change} for change in [*changes, {"images": ["a.png"]}]]
+    (pair,) = pairs("imagegen_cot_reward", write(tmp_path / "train.json", rows))
+    assert part_of(pair, {"prompt": "a red hat", "preference": "A", "reasoning": "Red."})
+    shown = capsys.readouterr()
+    assert all(reason in shown.err for reason in ("unknown label", "no caption", "another form"))
+    assert ", 3 left out" in shown.out

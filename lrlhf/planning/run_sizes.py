@@ -1,14 +1,16 @@
-"""How many processes and steps a trainer's options stand for, without building the trainer."""
+"""The sizes of a run from its config alone: processes, steps, prompts and responses."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 
-from lrlhf.modules.policy.batch_plan import Quantity
+from lrlhf.functional.algorithms import ALGORITHMS, ALIASES, resolve_algorithm
+from lrlhf.modules.policy.batch_plan import BatchPlan, Quantity, plan_batches
+from lrlhf.planning.config_entries import class_of, options_of
 
 _DEFAULT_EPOCHS = 1000
 """What Lightning takes where neither epochs nor steps are given."""
@@ -78,3 +80,43 @@ def _devices_here(accelerator: Any, given: str) -> tuple[int, str]:
     if accelerator in ("auto", "cpu"):
         return 1, f"{given}, 1 on a CPU"
     return 1, f"{given}, assumed: this machine has no such device"
+
+
+def has_batch_plan(options: Mapping[str, Any]) -> bool:
+    """Tell by a module's options whether an iteration of it has responses and optimizer steps."""
+    return "num_generations" in options and "update" in options
+
+
+def planned_batches(batch_size: int, model: Mapping[str, Any], ranks: Quantity) -> BatchPlan:
+    """Work out the sizes of an iteration from what a config says of the module.
+
+    Args:
+        batch_size: Prompts per process, ``data.batch_size``.
+        model: The config's entry of the module.
+        ranks: Processes of the run.
+
+    Raises:
+        ValueError: The sizes do not fit; names the option and the nearest sizes that would.
+    """
+    options, owner = options_of(model), class_of(model)
+    default = getattr(owner, "default_minibatches", 1)
+    update, dynamic = options_of(options["update"]), options_of(options.get("dynamic_sampling"))
+    return plan_batches(
+        prompts_per_rank=batch_size,
+        num_generations=options["num_generations"],
+        world_size=ranks.number or 1,
+        minibatch_size=update["minibatch_size"],
+        num_iterations=update["num_iterations"],
+        num_minibatches=update.get("num_minibatches"),
+        default_minibatches=default,
+        kept_prompts=dynamic.get("prompts"),
+        beside=_sampled_beside(options),
+    )
+
+
+def _sampled_beside(options: Mapping[str, Any]) -> Iterable[str]:
+    algorithm = options.get("algorithm")
+    estimator = options_of(options.get("advantage")).get("estimator")
+    if algorithm is None and estimator in {*ALGORITHMS, *ALIASES}:
+        algorithm = estimator
+    return resolve_algorithm(algorithm).beside if isinstance(algorithm, str) else ()

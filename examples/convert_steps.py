@@ -1,86 +1,82 @@
-"""Published data sets of answers whose steps were judged, as rows of `StepwiseDataModule`."""
+"""Converts published sets of judged steps into the rows of `StepwiseDataModule`.
+
+    python examples/convert_steps.py math_shepherd math-shepherd.jsonl steps.jsonl
+
+The source is a file, folder, pattern or hub id. A row has ``prompt``, ``completions``, ``labels``
+and ``source``, the name of the set. Rows that are not of its form are left out, and said.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import re
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
-from lrlhf.datamodules.loading.sources import Row, Source, resolve_source
-from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, missing_column, nearest
+from lrlhf.datamodules import BadDataError, BadRow
+from lrlhf.datamodules.loading.sources import Row, resolve_source
+from lrlhf.datamodules.rows.bad_rows import missing_column
 from lrlhf.datamodules.rows.columns import structure_of, text_of, wrong_type
 
-Neutral = Literal["correct", "wrong", "unlabelled"]
-_NEUTRAL: Mapping[Neutral, float | None] = {"correct": 1.0, "wrong": 0.0, "unlabelled": None}
+NEUTRAL: Mapping[str, float | None] = {"correct": 1.0, "wrong": 0.0, "unlabelled": None}
 _SIGNS = {"+": 1.0, "-": 0.0}
 _FIRST_STEP = re.compile(r"(?<!\S)Step 1:")
 
 
-class PublishedSteps(Source):
-    """Answers in judged steps from a published data set.
-
-    A row has ``prompt``, ``completions``, ``labels`` and ``source``, the name of the format.
-
-    Args:
-        format: ``prm800k``: each rated completion is learnt once, the chosen ones of an answer in
-            one row, each alternative in a row of its own, where the steps before it have no label.
-            ``math_shepherd``: steps end where the ``input`` has the step tag and the ``label`` a
-            sign. ``processbench``: steps before the first error are correct, it is wrong, those
-            behind it have no label.
-        data: File, folder, pattern or hub id of its rows.
-        step_tag: Mark behind the steps of ``math_shepherd``.
-        neutral: What a rating of 0 in ``prm800k`` means: a step that is neither good nor bad.
-    """
-
-    def __init__(
-        self, format: str, data: str, *, step_tag: str = "ки", neutral: Neutral = "correct"
-    ) -> None:
-        if neutral not in _NEUTRAL:
-            raise BadDataError(f"neutral is {neutral!r}, expected one of {', '.join(_NEUTRAL)}")
-        if not step_tag:
-            raise BadDataError("step_tag is empty; it must be the mark behind each step")
-        formats: dict[str, Callable[[Row], Iterable[Row]]] = {
-            "prm800k": partial(_prm800k, neutral=_NEUTRAL[neutral]),
-            "math_shepherd": partial(_math_shepherd, tag=step_tag),
-            "processbench": _processbench,
-        }
-        if format not in formats:
-            raise BadDataError(
-                f"there is no format {format!r} of judged steps{nearest(format, formats)}; there "
-                f"are {', '.join(formats)}"
-            )
-        self._format, self._data = format, data
-        self._expand = formats[format]
-
-    @property
-    def name(self) -> str:
-        return f"{self._format}:{self._data}"
-
-    def prepare(self) -> None:
-        for source in resolve_source(self._data):
+def main(arguments: list[str] | None = None) -> None:
+    """Write the rows of a set."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("set", choices=["prm800k", "math_shepherd", "processbench"])
+    parser.add_argument("source", help="file, folder, pattern or hub id of its rows")
+    parser.add_argument("output", type=Path, help="JSONL to write")
+    parser.add_argument(
+        "--neutral", choices=[*NEUTRAL], default="correct", help="what a rating of 0 in prm800k is"
+    )
+    parser.add_argument("--step-tag", default="ки", help="mark behind steps of math_shepherd")
+    given = parser.parse_args(arguments)
+    if not given.step_tag:
+        parser.error("--step-tag is empty; it must be the mark behind each step")
+    expand: dict[str, Callable[[Row], Iterable[Row]]] = {
+        "prm800k": partial(prm800k, neutral=NEUTRAL[given.neutral]),
+        "math_shepherd": partial(math_shepherd, tag=given.step_tag),
+        "processbench": processbench,
+    }
+    written, left_out = 0, Counter[str]()
+    with given.output.open("w", encoding="utf-8") as file:
+        for source in resolve_source(given.source):
             source.prepare()
-
-    def rows(self) -> Iterable[Row | BadRow]:
-        for source in resolve_source(self._data):
             for row in source:
                 try:
                     if isinstance(row, BadRow):
                         raise row
-                    for one in self._expand(row):
-                        yield {**one, "source": self._format}
+                    for one in expand[given.set](row):
+                        line = json.dumps({**one, "source": given.set}, ensure_ascii=False)
+                        file.write(f"{line}\n")
+                        written += 1
                 except BadRow as problem:
-                    hint = f"see whether {source.name} is of the format {self._format!r}"
-                    detail = f"{problem.detail} (in {source.name})"
-                    yield BadRow(problem.reason, detail, remedy=problem.remedy or hint)
+                    if not left_out[problem.reason]:
+                        sys.stderr.write(f"left out: {problem.reason}: {problem.detail}\n")
+                    left_out[problem.reason] += 1
+    sys.stdout.write(f"{written} rows in {given.output}, {left_out.total()} left out\n")
+    if not written:
+        sys.exit(f"error: no row of {given.source} is of the form of {given.set}")
 
 
 def _answer(prompt: str, steps: Iterable[str], labels: Iterable[float | None]) -> Row:
     return {"prompt": prompt, "completions": list(steps), "labels": list(labels)}
 
 
-def _prm800k(row: Row, *, neutral: float | None) -> Iterator[Row]:
-    """Lightman et al. 2023, https://github.com/openai/prm800k: steps with rated completions."""
+def prm800k(row: Row, *, neutral: float | None) -> Iterator[Row]:
+    """Lightman et al. 2023, https://github.com/openai/prm800k: steps with rated completions.
+
+    Each rated completion is learnt once: the chosen ones of an answer are one row, each alternative
+    is a row of its own, where the steps before it have no label.
+    """
     prompt = text_of(_mapping(row, "question"), "problem")
     said: list[str] = []
     labels: list[float | None] = []
@@ -121,7 +117,7 @@ def _rated_completions(
     return rated, chosen
 
 
-def _math_shepherd(row: Row, *, tag: str) -> Iterator[Row]:
+def math_shepherd(row: Row, *, tag: str) -> Iterator[Row]:
     """Wang et al. 2024, https://arxiv.org/abs/2312.08935: marks in a text, signs in its copy."""
     said, judged = text_of(row, "input"), text_of(row, "label")
     labels: list[float] = []
@@ -138,7 +134,9 @@ def _math_shepherd(row: Row, *, tag: str) -> Iterator[Row]:
         labels.append(_SIGNS[sign])
         place += 1
     if not labels:
-        raise BadRow("no steps", f"column 'input' has no step tag {tag!r}", remedy="set `step_tag`")
+        raise BadRow(
+            "no steps", f"column 'input' has no step tag {tag!r}", remedy="give --step-tag"
+        )
     if pieces[-1].strip():
         raise BadRow("no label", f"nothing marks the end of the last step: {pieces[-1]!r:.60}")
     starts = [*_FIRST_STEP.finditer(pieces[0])]
@@ -149,8 +147,11 @@ def _math_shepherd(row: Row, *, tag: str) -> Iterator[Row]:
     yield _answer(said[: start.start()].strip(), [step.strip() for step in steps], labels)
 
 
-def _processbench(row: Row) -> Iterator[Row]:
-    """Zheng et al. 2024, https://arxiv.org/abs/2412.06559: the index of the first error, or -1."""
+def processbench(row: Row) -> Iterator[Row]:
+    """Zheng et al. 2024, https://arxiv.org/abs/2412.06559: the index of the first error, or -1.
+
+    Steps before the first error are correct, it is wrong, those behind it have no label.
+    """
     steps, error = _list(row, "steps"), row.get("label")
     if not isinstance(error, int) or isinstance(error, bool) or not -1 <= error < len(steps):
         raise BadRow(
@@ -178,3 +179,10 @@ def _list(row: Row, column: str) -> list[Any]:
     if not found:
         raise wrong_type(column, "a list of steps", row[column])
     return found
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BadDataError as error:
+        sys.exit(f"error: {error}")
