@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-APPS = ("apps", "cli", "planning")
+APPS = ("apps", "cli")
 """Packages that read, plan, serve and launch, and train nothing."""
 _NO_CODE = {
     tokenize.COMMENT,

@@ -12,6 +12,8 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 
 from lrlhf import callbacks, datamodules, loggers, modules, rewards, rollout
+from lrlhf.cli.checks.mistake import MistakeError, RefusedError
+from lrlhf.cli.checks.run_checks import check_run
 from lrlhf.cli.config_files import (
     config_arguments,
     is_inline,
@@ -34,8 +36,6 @@ from lrlhf.cli.replay_command import show_replay
 from lrlhf.cli.saved_config import SaveConfig, hide_hyperparameters
 from lrlhf.foreign_files import TRUST_FLAG
 from lrlhf.modules.metrics.measurement import HasMeasurements
-from lrlhf.planning.checks.mistake import MistakeError, RefusedError
-from lrlhf.planning.checks.run_checks import check_run
 from lrlhf.run.collectives import ReadsParts
 from lrlhf.run.lightning_internals import Commands
 from lrlhf.run.supervision.signals import answering_sigterm

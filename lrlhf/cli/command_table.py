@@ -59,7 +59,7 @@ COMMANDS = {
     ),
     "plan": Command(
         "print batch sizes, steps and memory of fit, without training",
-        "lrlhf.cli.readers:Planner",
+        "lrlhf.apps.plan.plan_command:Planner",
     ),
     "validate": Command("run the validation set once", _FIT),
     "test": Command("run the test set once", _FIT),

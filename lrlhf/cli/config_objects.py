@@ -12,11 +12,11 @@ from jsonargparse import Namespace
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
+from lrlhf.cli.checks.mistake import MistakeError, RefusedError
+from lrlhf.cli.config_entries import class_of, is_ours, options_of
 from lrlhf.cli.parser import Parser
 from lrlhf.modules.policy.complete_settings import complete_settings
 from lrlhf.modules.policy.policy_settings import PolicySettings
-from lrlhf.planning.checks.mistake import MistakeError, RefusedError
-from lrlhf.planning.config_entries import class_of, is_ours, options_of
 from lrlhf.rewards import Rewards
 from lrlhf.rewards.lookup import BUILTINS
 

@@ -6,10 +6,7 @@ import sys
 
 from lightning.pytorch.cli import LightningArgumentParser
 
-from lrlhf.cli.application import Application, check_checkpoint
-from lrlhf.cli.plan_command import add_plan_options, describe_run
-from lrlhf.planning.checks.mistake import RefusedError
-from lrlhf.planning.checks.trainer_options import check_strategy
+from lrlhf.cli.application import Application
 from lrlhf.secrets import safe
 
 
@@ -21,35 +18,6 @@ class Reader(Application):
 
     def instantiate_classes(self) -> None:
         """Build nothing."""
-
-
-class Planner(Reader):
-    """Reads the config of ``fit`` and prints what it would do; builds and writes nothing.
-
-    Args:
-        arguments: Those of ``fit``, the command included.
-    """
-
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.usage = "lrlhf plan [--gpus N] [--gpu NAME] [the options of lrlhf fit]"
-        parser.description = (
-            "Print the batch sizes, the steps and the memory of fit, without training."
-        )
-        add_plan_options(parser)
-
-    def before_instantiate_classes(self) -> None:
-        # the run may be meant for another machine, with other devices and data
-        options = self.config[self.subcommand]
-        check_checkpoint(options.ckpt_path)
-        check_strategy(options.trainer)
-
-    def run_command(self, subcommand: str) -> None:
-        try:
-            for number, paragraph in enumerate(describe_run(self.config[subcommand])):
-                sys.stdout.write(f"\n{paragraph}\n" if number else f"{paragraph}\n")
-                sys.stdout.flush()
-        except ValueError as error:
-            raise RefusedError from error
 
 
 class Checker(Reader):

@@ -15,7 +15,7 @@ from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lrlhf.cli.command_table import LAUNCHED
-from lrlhf.planning.config_entries import class_of
+from lrlhf.cli.config_entries import class_of
 from lrlhf.run.atomic import atomic_write
 from lrlhf.run.log_rows import hold_log_folders, without_secrets
 from lrlhf.run.run_folder import run_folder

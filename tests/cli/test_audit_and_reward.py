@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from lrlhf.__main__ import main
+from lrlhf.cli.checks.data_rows import taken_from
+from lrlhf.cli.checks.models import check_models
 from lrlhf.models import CausalLM, ScoreModel
-from lrlhf.planning.checks.data_rows import taken_from
-from lrlhf.planning.checks.models import check_models
 from tests.apps.lab.texts import clean_pairs
 from tests.cli.experiment import experiment
 

@@ -25,17 +25,12 @@ from transformers import (
 
 from lrlhf.cli import run
 from lrlhf.cli.application import Application
-from lrlhf.cli.config_objects import ConfigObjects
-from lrlhf.datamodules import Source
-from lrlhf.models import CausalLM, ScoreModel
-from lrlhf.models.loading.deferred_weights import is_deferred
-from lrlhf.modules.policy.batch_plan import Quantity
-from lrlhf.planning.checks import models, run_checks
-from lrlhf.planning.checks.data_rows import check_reward_columns, check_sources
-from lrlhf.planning.checks.mistake import MistakeError
-from lrlhf.planning.checks.models import TrainedModel, check_main_memory, check_models
-from lrlhf.planning.checks.run_checks import check_engine
-from lrlhf.planning.checks.trainer_options import (
+from lrlhf.cli.checks import models, run_checks
+from lrlhf.cli.checks.data_rows import check_reward_columns, check_sources
+from lrlhf.cli.checks.mistake import MistakeError
+from lrlhf.cli.checks.models import TrainedModel, check_main_memory, check_models
+from lrlhf.cli.checks.run_checks import check_engine
+from lrlhf.cli.checks.trainer_options import (
     check_accelerator,
     check_devices,
     check_length,
@@ -43,7 +38,12 @@ from lrlhf.planning.checks.trainer_options import (
     check_strategy,
     check_wandb,
 )
-from lrlhf.planning.run_sizes import processes
+from lrlhf.cli.config_objects import ConfigObjects
+from lrlhf.cli.run_sizes import processes
+from lrlhf.datamodules import Source
+from lrlhf.models import CausalLM, ScoreModel
+from lrlhf.models.loading.deferred_weights import is_deferred
+from lrlhf.modules.policy.batch_plan import Quantity
 from lrlhf.strategies import FSDP2
 from tests.cli import toys
 from tests.cli.experiment import experiment

@@ -36,12 +36,12 @@ def written(model_folder: str, accelerator: str, **options: Any) -> list[str]:
 
 
 @pytest.mark.gpu_lines(
-    "lrlhf.planning.checks.trainer_options",
-    "lrlhf.planning.memory._is_on_gpu",
-    "lrlhf.planning.policy_models",
-    "lrlhf.planning.times",
-    "lrlhf.cli.plan_command",
-    "lrlhf.planning.run_sizes._devices_here",
+    "lrlhf.cli.checks.trainer_options",
+    "lrlhf.apps.plan.memory._is_on_gpu",
+    "lrlhf.apps.plan.policy_models",
+    "lrlhf.apps.plan.times",
+    "lrlhf.apps.plan.plan_command",
+    "lrlhf.cli.run_sizes._devices_here",
     "lrlhf.modules.checks.prepare_trainer",
 )
 def test_fit_check_and_plan(model_folder: str, accelerator: str, capsys) -> None:
@@ -58,7 +58,7 @@ def test_fit_check_and_plan(model_folder: str, accelerator: str, capsys) -> None
     assert Path("runs/run").is_dir()
 
 
-@pytest.mark.gpu_lines("lrlhf.planning.checks.trainer_options.check_devices")
+@pytest.mark.gpu_lines("lrlhf.cli.checks.trainer_options.check_devices")
 def test_more_gpus_than_there_are_is_a_mistake(model_folder: str, capsys) -> None:
     flags = written(model_folder, "gpu")
     count = torch.cuda.device_count() + 1

@@ -34,6 +34,8 @@ from lrlhf.apps.cluster.settings import Cluster
 from lrlhf.apps.cluster.trainers import BOARD, TERMINATED, Board, Command, trainers
 from lrlhf.background import in_background
 from lrlhf.cli.application import Application
+from lrlhf.cli.checks.mistake import MistakeError
+from lrlhf.cli.config_entries import class_of, options_of
 from lrlhf.cli.config_files import (
     config_arguments,
     folders_of_own_code,
@@ -43,8 +45,6 @@ from lrlhf.cli.config_files import (
 from lrlhf.cli.messages.errors import ConfigError
 from lrlhf.cli.parser import Parser
 from lrlhf.noted_signals import noted_signals
-from lrlhf.planning.checks.mistake import MistakeError
-from lrlhf.planning.config_entries import class_of, options_of
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import VLLMServerEngine
 

@@ -75,11 +75,11 @@ def run_rewards(config: Namespace, build: Callable[[], Rewards]) -> None:
         score_responses,
         with_times,
     )
+    from lrlhf.cli.checks.mistake import MistakeError  # noqa: PLC0415
+    from lrlhf.cli.checks.models import check_models  # noqa: PLC0415
+    from lrlhf.cli.config_entries import is_ours, options_of  # noqa: PLC0415
     from lrlhf.datamodules.rows.media_rows import MediaReader  # noqa: PLC0415
     from lrlhf.media import MediaOptions  # noqa: PLC0415
-    from lrlhf.planning.checks.mistake import MistakeError  # noqa: PLC0415
-    from lrlhf.planning.checks.models import check_models  # noqa: PLC0415
-    from lrlhf.planning.config_entries import is_ours, options_of  # noqa: PLC0415
 
     path = Path(config.responses)
     path = path / "rollouts.jsonl" if path.is_dir() else path

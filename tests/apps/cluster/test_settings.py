@@ -27,10 +27,10 @@ from lrlhf.apps.cluster.replicas import RayServerEngine
 from lrlhf.apps.cluster.rewards import RayRewards
 from lrlhf.cli import run
 from lrlhf.cli.application import Application
+from lrlhf.cli.config_entries import class_of
 from lrlhf.cli.messages.errors import ConfigError
 from lrlhf.cli.parser import Parser
 from lrlhf.cli.saved_config import SaveConfig
-from lrlhf.planning.config_entries import class_of
 from tests.cli.experiment import experiment
 
 ROOT = Path(__file__).parents[3]

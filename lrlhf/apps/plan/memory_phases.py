@@ -12,6 +12,17 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lrlhf.apps.plan.dry_run import DryRun, Shape, Usage
+from lrlhf.apps.plan.policy_models import reference_spec, reward_models, teacher_spec
+from lrlhf.apps.plan.strategy_shares import (
+    OptimizerNeeds,
+    Shares,
+    Strategy,
+    Weights,
+    optimizer_needs,
+    weights_of,
+)
+from lrlhf.cli.config_entries import is_a, options_of, spec_of
 from lrlhf.models import (
     CausalLM,
     PretrainedSpec,
@@ -30,17 +41,6 @@ from lrlhf.models.media_inputs import placeholder_ids
 from lrlhf.models.token_budget import FIRST_TOKENS
 from lrlhf.modules.dpo import resolve_preference_loss
 from lrlhf.modules.policy.batch_plan import BatchPlan
-from lrlhf.planning.config_entries import is_a, options_of, spec_of
-from lrlhf.planning.dry_run import DryRun, Shape, Usage
-from lrlhf.planning.policy_models import reference_spec, reward_models, teacher_spec
-from lrlhf.planning.strategy_shares import (
-    OptimizerNeeds,
-    Shares,
-    Strategy,
-    Weights,
-    optimizer_needs,
-    weights_of,
-)
 from lrlhf.rollout import TransformersEngine
 from lrlhf.rollout.vllm import VLLMEngine, VLLMServerEngine
 from lrlhf.types import SequenceBatch

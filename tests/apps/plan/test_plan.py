@@ -9,8 +9,8 @@ import pytest
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 
 from lrlhf.cli import run
+from lrlhf.cli.run_sizes import processes, training_steps
 from lrlhf.models import CausalLM, ScoreModel
-from lrlhf.planning.run_sizes import processes, training_steps
 from tests.cli import toys  # noqa: F401  its classes are known by their short names
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -27,7 +27,7 @@ def _only_a_cpu_and_nothing_built(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(spec, "load", refuse)
     # memory has tests of its own, with models that take less time than those of the configs
     monkeypatch.setattr(
-        "lrlhf.cli.plan_command.memory_report", lambda *_: "no memory table: a test"
+        "lrlhf.apps.plan.plan_command.memory_report", lambda *_: "no memory table: a test"
     )
     monkeypatch.setattr(CUDAAccelerator, "is_available", staticmethod(lambda: False))
     monkeypatch.setattr(MPSAccelerator, "is_available", staticmethod(lambda: False))

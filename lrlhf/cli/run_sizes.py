@@ -8,9 +8,9 @@ from typing import Any
 
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 
+from lrlhf.cli.config_entries import class_of, options_of
 from lrlhf.functional.algorithms import ALGORITHMS, ALIASES, resolve_algorithm
 from lrlhf.modules.policy.batch_plan import BatchPlan, Quantity, plan_batches
-from lrlhf.planning.config_entries import class_of, options_of
 
 _DEFAULT_EPOCHS = 1000
 """What Lightning takes where neither epochs nor steps are given."""

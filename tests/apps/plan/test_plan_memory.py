@@ -12,11 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from transformers import BertConfig, LlamaConfig
 
-from lrlhf.cli import run
-from lrlhf.models import CausalLM, sequence_logprobs
-from lrlhf.models.loading.meta import skeleton
-from lrlhf.planning.dry_run import DryRun, Shape
-from lrlhf.planning.strategy_shares import (
+from lrlhf.apps.plan.dry_run import DryRun, Shape
+from lrlhf.apps.plan.strategy_shares import (
     OptimizerNeeds,
     Part,
     Strategy,
@@ -25,6 +22,9 @@ from lrlhf.planning.strategy_shares import (
     strategy_of,
     weights_of,
 )
+from lrlhf.cli import run
+from lrlhf.models import CausalLM, sequence_logprobs
+from lrlhf.models.loading.meta import skeleton
 from tests.cli.experiment import experiment
 
 HIDDEN, INNER, LAYERS, VOCABULARY = 32, 64, 2, 512

@@ -13,13 +13,7 @@ import lightning as L
 import lrlhf.datamodules
 from lrlhf.callbacks import KLControl
 from lrlhf.callbacks.kl_control import NOTHING_TO_ADAPT
-from lrlhf.datamodules import RowDataModule
-from lrlhf.datamodules.loading.splits import FirstRows
-from lrlhf.models import TextLimits
-from lrlhf.modules.policy.batch_plan import BatchPlan, Quantity
-from lrlhf.modules.policy.policy_settings import PolicySettings
-from lrlhf.modules.policy.sampler_checks import check_beside, check_compared, check_evaluation
-from lrlhf.planning.checks.data_rows import (
+from lrlhf.cli.checks.data_rows import (
     LookedAt,
     check_environment_columns,
     check_reward_columns,
@@ -27,9 +21,9 @@ from lrlhf.planning.checks.data_rows import (
     check_rows,
     check_sources,
 )
-from lrlhf.planning.checks.mistake import MistakeError, RefusedError
-from lrlhf.planning.checks.models import TrainedModel, check_built, check_main_memory, check_models
-from lrlhf.planning.checks.trainer_options import (
+from lrlhf.cli.checks.mistake import MistakeError, RefusedError
+from lrlhf.cli.checks.models import TrainedModel, check_built, check_main_memory, check_models
+from lrlhf.cli.checks.trainer_options import (
     check_accelerator,
     check_devices,
     check_folders,
@@ -41,8 +35,14 @@ from lrlhf.planning.checks.trainer_options import (
     check_wandb,
     entries_of,
 )
-from lrlhf.planning.config_entries import class_of, is_a, is_ours, options_of
-from lrlhf.planning.run_sizes import has_batch_plan, planned_batches, processes, training_steps
+from lrlhf.cli.config_entries import class_of, is_a, is_ours, options_of
+from lrlhf.cli.run_sizes import has_batch_plan, planned_batches, processes, training_steps
+from lrlhf.datamodules import RowDataModule
+from lrlhf.datamodules.loading.splits import FirstRows
+from lrlhf.models import TextLimits
+from lrlhf.modules.policy.batch_plan import BatchPlan, Quantity
+from lrlhf.modules.policy.policy_settings import PolicySettings
+from lrlhf.modules.policy.sampler_checks import check_beside, check_compared, check_evaluation
 from lrlhf.rewards import Rewards
 from lrlhf.rollout.vllm import VLLMEngine, VLLMServerEngine
 from lrlhf.rollout.vllm.rank_group import check_group_size

@@ -17,13 +17,13 @@ from rich.text import Text
 from torch import nn
 from transformers import PreTrainedModel
 
+from lrlhf.apps.plan.policy_models import kl_penalty, reference_spec, reward_models, teacher_spec
+from lrlhf.apps.plan.strategy_shares import weights_of
+from lrlhf.cli.config_entries import is_a, options_of, spec_of
 from lrlhf.models import CausalLM, ValueModel, ValueNetwork, new_value_head, packs, plain_model
 from lrlhf.models.loading.meta import skeleton
 from lrlhf.models.scorers import blocks_of
 from lrlhf.modules.policy.batch_plan import BatchPlan, plain_text
-from lrlhf.planning.config_entries import is_a, options_of, spec_of
-from lrlhf.planning.policy_models import kl_penalty, reference_spec, reward_models, teacher_spec
-from lrlhf.planning.strategy_shares import weights_of
 from lrlhf.rollout import TransformersEngine
 from lrlhf.rollout.vllm import VLLMServerEngine
 

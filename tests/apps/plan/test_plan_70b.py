@@ -7,11 +7,11 @@ import pytest
 import yaml
 from transformers import LlamaConfig
 
+from lrlhf.apps.plan.dry_run import Usage
+from lrlhf.apps.plan.strategy_shares import OptimizerNeeds, strategy_of, weights_of
 from lrlhf.cli import run
 from lrlhf.models import CausalLM
 from lrlhf.models.loading.meta import skeleton
-from lrlhf.planning.dry_run import Usage
-from lrlhf.planning.strategy_shares import OptimizerNeeds, strategy_of, weights_of
 from tests.cli.experiment import experiment
 
 GIB = 2**30

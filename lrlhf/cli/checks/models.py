@@ -17,6 +17,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from lrlhf.cli.checks.mistake import MistakeError
+from lrlhf.cli.config_entries import class_of, is_a, is_ours, options_of, spec_of
+from lrlhf.cli.run_sizes import processes
 from lrlhf.media import MediaProcessor
 from lrlhf.models import (
     CausalLM,
@@ -32,9 +35,6 @@ from lrlhf.models import (
 from lrlhf.models.loading.meta import model_config, skeleton
 from lrlhf.models.loading.model_sources import converted_folder, locate
 from lrlhf.modules import DPO
-from lrlhf.planning.checks.mistake import MistakeError
-from lrlhf.planning.config_entries import class_of, is_a, is_ours, options_of, spec_of
-from lrlhf.planning.run_sizes import processes
 
 _TRAINED: Mapping[str, type[PretrainedSpec]] = {"policy": CausalLM, "model": ScoreModel}
 """Options of the modules with what they train, and what a plain source is there."""

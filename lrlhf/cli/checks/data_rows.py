@@ -13,6 +13,9 @@ from typing import Any, Protocol, runtime_checkable
 import lightning as L
 from huggingface_hub.constants import HF_HUB_OFFLINE
 
+from lrlhf.cli.checks.mistake import MistakeError
+from lrlhf.cli.checks.models import TrainedModel
+from lrlhf.cli.config_entries import class_of, is_a, is_ours, options_of
 from lrlhf.datamodules import HubSource, Source, TextDataModule, Weighted
 from lrlhf.datamodules.core import HasTexts
 from lrlhf.datamodules.loading.sources import resolve_source
@@ -22,9 +25,6 @@ from lrlhf.datamodules.rows.collate import PromptRow
 from lrlhf.functional.names import import_value
 from lrlhf.models import TextLimits, load_tokenizer
 from lrlhf.modules import DPO
-from lrlhf.planning.checks.mistake import MistakeError
-from lrlhf.planning.checks.models import TrainedModel
-from lrlhf.planning.config_entries import class_of, is_a, is_ours, options_of
 from lrlhf.rewards import LearnedReward, ProcessReward, RewardFunction
 from lrlhf.rewards.function import OF_EPISODES, OF_RUNS, OTHER_REWARDS, RESERVED
 from lrlhf.rewards.learned import no_template

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from lrlhf.apps.plan.dry_run import Usage
 from lrlhf.models.scorers import blocks_of
 from lrlhf.modules.optimizers import OptimizerConfig
-from lrlhf.planning.dry_run import Usage
 from lrlhf.run.gradient_updates import reduces_each
 
 _FOUR_BIT = 0.5 + 1 / 64 + 4 / (64 * 256)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import PositiveInt
+from lightning.pytorch.cli import LightningArgumentParser
 
+from lrlhf.apps.plan.memory import memory_report
+from lrlhf.apps.plan.times import GPUS, time_report
+from lrlhf.cli.application import check_checkpoint
+from lrlhf.cli.checks.mistake import RefusedError
+from lrlhf.cli.checks.trainer_options import check_strategy
+from lrlhf.cli.config_entries import is_a, options_of
+from lrlhf.cli.readers import Reader
+from lrlhf.cli.run_sizes import has_batch_plan, planned_batches, processes, training_steps
 from lrlhf.modules import DPO, SFT, RewardModel, TrainingModule
 from lrlhf.modules.policy.batch_plan import BatchPlan, Quantity, table_of
-from lrlhf.planning.config_entries import is_a, options_of
-from lrlhf.planning.memory import memory_report
-from lrlhf.planning.run_sizes import has_batch_plan, planned_batches, processes, training_steps
-from lrlhf.planning.times import GPUS, time_report
 
 
 def add_plan_options(parser: ArgumentParser) -> None:
@@ -131,3 +137,32 @@ def _text_tables(batch_size: int, trainer: Mapping[str, Any], ranks: Quantity) -
         Quantity("rows", rows, "data.batch_size × processes"),
     ]
     return f"{table_of('the run', [ranks, steps])}\n\n{table_of('one optimizer step', step)}"
+
+
+class Planner(Reader):
+    """Reads the config of ``fit`` and prints what it would do; builds and writes nothing.
+
+    Args:
+        arguments: Those of ``fit``, the command included.
+    """
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.usage = "lrlhf plan [--gpus N] [--gpu NAME] [the options of lrlhf fit]"
+        parser.description = (
+            "Print the batch sizes, the steps and the memory of fit, without training."
+        )
+        add_plan_options(parser)
+
+    def before_instantiate_classes(self) -> None:
+        # the run may be meant for another machine, with other devices and data
+        options = self.config[self.subcommand]
+        check_checkpoint(options.ckpt_path)
+        check_strategy(options.trainer)
+
+    def run_command(self, subcommand: str) -> None:
+        try:
+            for number, paragraph in enumerate(describe_run(self.config[subcommand])):
+                sys.stdout.write(f"\n{paragraph}\n" if number else f"{paragraph}\n")
+                sys.stdout.flush()
+        except ValueError as error:
+            raise RefusedError from error

@@ -19,10 +19,10 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 import lrlhf.strategies  # noqa: F401  their names are known once they are imported
 from lrlhf.callbacks.hub import HubRepo
+from lrlhf.cli.checks.mistake import MistakeError
+from lrlhf.cli.config_entries import is_a, options_of
+from lrlhf.cli.run_sizes import has_batch_plan, processes
 from lrlhf.modules.base import TrainingModule
-from lrlhf.planning.checks.mistake import MistakeError
-from lrlhf.planning.config_entries import is_a, options_of
-from lrlhf.planning.run_sizes import has_batch_plan, processes
 from lrlhf.run.run_folder import refuse_remote
 
 _SPLITS_ONE_MODEL = {

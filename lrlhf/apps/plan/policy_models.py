@@ -8,11 +8,11 @@ from typing import Any
 from peft import PeftModel
 from transformers import PreTrainedModel
 
+from lrlhf.cli.config_entries import is_a, options_of, spec_of
 from lrlhf.functional.algorithm import Algorithm
 from lrlhf.functional.algorithms import ALGORITHMS, ALIASES, distillation, resolve_algorithm
 from lrlhf.models import CausalLM, PretrainedSpec, SourceError
 from lrlhf.models.loading.meta import skeleton
-from lrlhf.planning.config_entries import is_a, options_of, spec_of
 from lrlhf.rewards import LearnedReward, ProcessReward
 from lrlhf.rollout import GenerativeReward
 

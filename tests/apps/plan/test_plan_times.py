@@ -7,8 +7,8 @@ import pytest
 import yaml
 from transformers import LlamaConfig
 
+from lrlhf.apps.plan.memory import memory_report
 from lrlhf.cli import run
-from lrlhf.planning.memory import memory_report
 from tests.cli.experiment import experiment
 
 
@@ -25,7 +25,7 @@ def _model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         tie_word_embeddings=False,
     ).save_pretrained("model")
     # memory has tests of its own
-    monkeypatch.setattr("lrlhf.cli.plan_command.memory_report", lambda *_: "no memory table")
+    monkeypatch.setattr("lrlhf.apps.plan.plan_command.memory_report", lambda *_: "no memory table")
 
 
 def _planned(
@@ -118,7 +118,7 @@ def test_replicas_share_the_prompts(
 def test_a_reason_why_neither_memory_nor_times_are_known_is_told_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lrlhf.cli.plan_command.memory_report", memory_report)
+    monkeypatch.setattr("lrlhf.apps.plan.plan_command.memory_report", memory_report)
     shown = _planned(capsys, "--gpus", "2", "--gpu", "h100", policy="./gone")
     assert shown.count("source './gone'") == 1
     assert "no memory table: source './gone'" in shown

@@ -10,20 +10,20 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from lrlhf.models import HeadedBackbone, RewardNetwork, ScoreModel, plain_model
-from lrlhf.models.loading.meta import skeleton
-from lrlhf.modules import DPO, SFT
-from lrlhf.modules.policy.batch_plan import BatchPlan, plain_text
-from lrlhf.planning.config_entries import is_a, options_of, spec_of
-from lrlhf.planning.dry_run import DryRun, Shape
-from lrlhf.planning.memory_phases import (
+from lrlhf.apps.plan.dry_run import DryRun, Shape
+from lrlhf.apps.plan.memory_phases import (
     PhaseList,
     add_policy_phases,
     add_preference_phases,
     add_supervised_phases,
     note_media,
 )
-from lrlhf.planning.strategy_shares import strategy_of, weights_of
+from lrlhf.apps.plan.strategy_shares import strategy_of, weights_of
+from lrlhf.cli.config_entries import is_a, options_of, spec_of
+from lrlhf.models import HeadedBackbone, RewardNetwork, ScoreModel, plain_model
+from lrlhf.models.loading.meta import skeleton
+from lrlhf.modules import DPO, SFT
+from lrlhf.modules.policy.batch_plan import BatchPlan, plain_text
 from lrlhf.trainer import GPU_PRECISION
 
 _GIB, _MIB = 2**30, 2**20
