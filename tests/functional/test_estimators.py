@@ -336,6 +336,12 @@ def test_cpgd_refuses_impossible_options(options: dict[str, Any], culprit: str) 
         estimate("cpgd", CPGD_INPUTS, **options)
 
 
+def test_an_estimator_takes_its_own_options() -> None:
+    estimator = ESTIMATORS["reinforce"]._replace(options={"gamma": 0.5})
+    # 3 at the last token, and penalties of 0.1 and 0.2 before it
+    assert estimator(INPUTS)[0].tolist() == pytest.approx([0, 0.55, 1.3, 3])
+
+
 def test_gae_has_its_two_ends() -> None:
     # λ = 1: return minus value; λ = 0: the error of one step
     ends = [estimate("gae", without_kl(), lam=lam)[0].tolist() for lam in (1.0, 0.0)]
