@@ -63,6 +63,24 @@ def test_what_a_function_sees_and_says_belongs_to_its_rows() -> None:
     assert "position 2" in failure
 
 
+def test_weights_may_be_named_and_0_only_logs() -> None:
+    weights = {"kind": 2.0, "broken": 0.0, "right": 1.0}
+    rewards = Rewards(
+        {"right": Recorder(1.0), "broken": lambda completions: ["?"] * len(completions)}
+        | {"kind": Recorder(5.0)},
+        weights=weights,
+    )
+    assert score(rewards, ["any"]).scores.tolist() == [1.0 + 2.0 * 5.0]
+    del weights["broken"]
+    with pytest.raises(ValueError, match="weights lacks 'short'"):
+        Rewards(functions(), weights=weights)
+
+
+def test_a_label_may_be_a_number() -> None:
+    rewards = Rewards(functions(), recipe={"1": RECIPE["math"], "2": RECIPE["chat"]})
+    assert score(rewards, [2, 1]).scores.tolist() == [10.0, 2.5]
+
+
 def test_weights_and_a_recipe_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="exclude each other"):
         Rewards(functions(), weights=[1.0] * 3, recipe=RECIPE)
