@@ -12,7 +12,7 @@
 
 The defects are made in copies of the repository, so the tree stays as it is whatever happens, and
 what is not committed is tested too. The tests run in forks of a process that has imported the heavy
-libraries, but nothing of lrlhf.
+libraries, but nothing of lrlhf. They end with the runner, whatever ends it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from __future__ import annotations
 import argparse
 import compileall
 import contextlib
+import ctypes
+import gc
 import os
 import py_compile
 import shutil
@@ -36,9 +38,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple, NoReturn, TextIO
 
+import psutil
+
 HEAVY = ("torch", "transformers", "lightning", "peft", "datasets", "torchmetrics")
+PLUGINS = ("anyio.pytest_plugin", "hypothesis", "jaxtyping", "beartype")
+"""Each pytest imports them, in up to a second."""
 LIMIT = 600.0
 """Seconds of a test; one that hangs because of the defect has noticed it."""
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Mutation(NamedTuple):
@@ -87,30 +95,30 @@ def copy(root: Path, folder: Path) -> None:
 
 
 class Job(NamedTuple):
-    """A test that runs in a copy."""
+    """Tests that run in a copy, with a defect or, as None, without any."""
 
-    mutation: Mutation
+    mutation: Mutation | None
     folder: Path
     log: Path
     started: float
 
     def restore(self, root: Path) -> None:
         """Take the defect out of the copy."""
-        shutil.copy2(root / self.mutation.file, self.folder / self.mutation.file)
+        if self.mutation is not None:
+            shutil.copy2(root / self.mutation.file, self.folder / self.mutation.file)
 
 
-def forked(folder: Path, tests: Sequence[str], log: Path) -> int:
-    """Run tests in a copy, in a forked process; returns its id."""
-    sys.stdout.flush()
-    pid = os.fork()
-    if pid == 0:
-        _be(folder, tests, log)
-    return pid
-
-
-def _be(folder: Path, tests: Sequence[str], log: Path) -> NoReturn:
+def _be(folder: Path, tests: Sequence[str], log: Path, runner: int) -> NoReturn:
     status = 3
     try:
+        if sys.platform == "linux":  # the runner may be killed and end nothing itself
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != runner:
+            sys.exit("the runner has ended")
+        for ending in ENDING:
+            own = signal.default_int_handler if ending == signal.SIGINT else signal.SIG_DFL
+            signal.signal(ending, own)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         os.setsid()
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for stream in (1, 2):
@@ -161,11 +169,12 @@ class Campaign:
         """Tell whether all tests pass without any defect; says what fails."""
         tests = sorted({mutation.tests for mutation in mutations})
         log = self._scratch / "unbroken.log"
-        pid = forked(self._copies[0], tests, log)
-        if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0:
-            return True
-        sys.stdout.write(log.read_text(errors="replace"))
-        return False
+        pid = self._start(Job(None, self._copies.pop(), log, time.monotonic()), tests)
+        _, status = os.waitpid(pid, 0)
+        self._end(pid, reap=False)
+        if status != 0:
+            sys.stdout.write(log.read_text(errors="replace"))
+        return status == 0
 
     def run(self, mutations: Sequence[Mutation], tell: Callable[[Mutation, str], None]) -> None:
         """Try one after another, and tell the verdict of each."""
@@ -184,9 +193,22 @@ class Campaign:
             )
             (job.folder / mutation.file).write_text(text)
             self.logs[mutation] = job.log
-            self._running[forked(job.folder, [mutation.tests], job.log)] = job
+            self._start(job, [mutation.tests])
         while self._running:
             self._wait(tell)
+
+    def _start(self, job: Job, tests: Sequence[str]) -> int:
+        """Run tests in a forked process; returns its id."""
+        sys.stdout.flush()
+        runner = os.getpid()
+        # no signal may end the runner before it knows the process, nor reach its handler there
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+        pid = os.fork()
+        if pid == 0:
+            _be(job.folder, tests, job.log, runner)
+        self._running[pid] = job
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+        return pid
 
     def _wait(self, tell: Callable[[Mutation, str], None]) -> None:
         """Wait until a test ends."""
@@ -196,6 +218,7 @@ class Campaign:
                 late = time.monotonic() - job.started > LIMIT
                 if ended or late:
                     self._end(pid, reap=not ended)
+                    assert job.mutation is not None
                     tell(
                         job.mutation, verdict(os.waitstatus_to_exitcode(status) if ended else None)
                     )
@@ -203,12 +226,17 @@ class Campaign:
             time.sleep(0.05)
 
     def _end(self, pid: int, *, reap: bool) -> None:
-        job = self._running.pop(pid)
-        # and whatever the test has left behind
+        """End a process and whatever its tests have started, in sessions of their own too."""
+        job = self._running[pid]
+        started = psutil.Process(pid).children(recursive=True) if reap else []
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
+        for process in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         if reap:
             os.waitpid(pid, 0)
+        del self._running[pid]
         job.restore(self._root)
         self._copies.append(job.folder)
 
@@ -229,11 +257,17 @@ def campaign(root: Path, jobs: int) -> Iterator[Campaign]:
             made.close()
 
 
+def _exit(number: int, _: object) -> NoReturn:
+    for ending in ENDING:  # once is enough, and a second one would break off the cleaning up
+        signal.signal(ending, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
 def main(
     arguments: Sequence[str] | None = None,
     *,
     root: Path = Path(__file__).parents[1],
-    imports: Iterable[str] = HEAVY,
+    imports: Iterable[str] = (*HEAVY, *PLUGINS),
     out: TextIO = sys.stdout,
 ) -> int:
     """Try all mutations; returns 1 if any is not caught."""
@@ -243,9 +277,12 @@ def main(
     parser.add_argument("--jobs", type=int, default=1, help="so many at a time")
     options = parser.parse_args(arguments)
     mutations = read(root / "tools/mutations", slow=options.slow, only=options.only)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    for ending in ENDING:
+        signal.signal(ending, _exit)
     for name in imports:
         import_module(name)
+    gc.collect()
+    gc.freeze()  # each pytest collects five times; over all this it took two seconds
     verdicts: dict[Mutation, str] = {}
     with campaign(root, options.jobs) as tried:
         if not tried.passes_unbroken(mutations):

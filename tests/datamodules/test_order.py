@@ -1,4 +1,8 @@
-from lrlhf.datamodules.loading.loader import BalancedOrder, EpochOrder
+import pytest
+
+from lrlhf.datamodules.loading.loader import BalancedOrder, EpochOrder, GivenOrder
+from lrlhf.datamodules.loading.splits import hold_out
+from lrlhf.datamodules.rows.preference_rows import LabelReader
 
 
 def test_shares_that_do_not_divide_are_rounded_by_largest_remainder() -> None:
@@ -34,3 +38,34 @@ def test_a_balanced_order_deals_the_same_batches_by_tokens() -> None:
             }
         # the rows that make no full batch stay where they are
         assert after[8:] == before[8:]
+
+
+def test_a_given_order_goes_on_where_the_last_epoch_ended() -> None:
+    # of five rows, batches of two take four
+    order = GivenOrder(size=5, per_epoch=4, seed=0)
+    assert [order.epoch(epoch).tolist() for epoch in (0, 1, 2)] == [
+        [0, 1, 2, 3, 4],
+        [4, 0, 1, 2, 3],
+        [3, 4, 0, 1, 2],
+    ]
+
+
+def test_rows_that_belong_together_are_held_out_together_and_no_more_than_asked_for() -> None:
+    keys = [(row // 3,) for row in range(60)]  # prompts of three rows each
+    held = set()
+    for seed in range(8):
+        train, validation = hold_out(keys, size=10, seed=seed)
+        assert sorted(train + validation) == list(range(60))
+        # three whole prompts, as a fourth would be 12 rows
+        assert len(validation) == 9
+        assert {keys[row] for row in train}.isdisjoint(keys[row] for row in validation)
+        held.add(tuple(validation))
+    assert len(held) == 8
+
+
+@pytest.mark.parametrize(
+    ("written", "label"),
+    [("A", 1.0), ("b", -1.0), ("C", 0.0), ("equal", 0.0), ("Tie", 0.0), (" same ", 0.0)],
+)
+def test_labels_are_read_as_people_write_them(written: str, label: float) -> None:
+    assert LabelReader(("reward",)).of_candidates({"label": written}) == (label,)

@@ -167,6 +167,42 @@ def test_equal_distributions_have_no_distance_and_no_gradient() -> None:
         torch.testing.assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=1e-12)
 
 
+def test_nothing_flows_into_the_teacher() -> None:
+    policy, teacher = torch.randn(2, 3, 5, requires_grad=True).unbind()
+    own, theirs = policy.log_softmax(1), teacher.log_softmax(1)
+    for beta in (0.0, 0.3, 1.0):
+        distance = generalized_jsd(own, theirs, beta=beta).sum()
+        trained, given = torch.autograd.grad(
+            distance, (policy, teacher), retain_graph=True, allow_unused=True
+        )
+        assert trained.any()
+        assert given is None
+    mask = torch.ones(3, 5, dtype=torch.bool)
+    assert not teacher_advantages(own, theirs, mask, coef=1.0).requires_grad
+
+
+def test_a_teacher_in_bfloat16_is_compared_in_float32() -> None:
+    teacher = torch.randn(3, 50).bfloat16()
+    found = WholeRows(teacher, identity, 1.0).logprobs(slice(None), 50)
+    assert torch.equal(found, teacher.float().log_softmax(1))
+
+
+def test_own_statistics_beside_a_teacher_by_hand() -> None:
+    # probabilities ¼, 0 and ¾; then two that are equally probable
+    logits = torch.tensor([[0.0, -math.inf, math.log(3)], [1.0, 1.0, 0.0]])
+    own, _ = compared_statistics(
+        logits,
+        identity,
+        torch.tensor([0, 1]),
+        WholeRows(torch.zeros(2, 3), identity, 1.0),
+        return_entropy=True,
+    )
+    assert own.entropy is not None
+    expected = 0.25 * math.log(4) + 0.75 * math.log(4 / 3)
+    assert own.entropy[0].item() == pytest.approx(expected)
+    assert own.is_top.tolist() == [False, True]
+
+
 def test_the_divergence_of_two_coins_is_what_it_is_by_hand() -> None:
     own, theirs = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
     reverse = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
@@ -199,6 +235,24 @@ def of_top(policy: Tensor, teacher: Tensor, k: int, beta: float = 1.0) -> Tensor
     rows = TopRows(top.indices, top.values, teacher.log_softmax(1)[:, 0])
     targets = torch.zeros(len(policy), dtype=torch.long)
     return compared_statistics(policy, identity, targets, rows, beta=beta)[1].divergence
+
+
+def test_the_best_tokens_of_a_chunk_are_those_of_its_rows() -> None:
+    policy, teacher = torch.randn(2, 5, 9, dtype=torch.float64).unbind()
+    policy[0] = teacher[0]
+    targets, best = torch.randint(9, (5,)), teacher.log_softmax(1).topk(3, dim=1)
+    of_targets = teacher.log_softmax(1).gather(1, targets[:, None])[:, 0]
+    rows = TopRows(best.indices, best.values, of_targets)
+    # over the three and all others together
+    own, theirs = (one.softmax(1).gather(1, best.indices) for one in (policy, teacher))
+    own, theirs = (torch.cat([p, 1 - p.sum(1, keepdim=True)], dim=1) for p in (own, theirs))
+    reverse, forward = ((p * (p / q).log()).sum(1) for p, q in ((own, theirs), (theirs, own)))
+    agrees = policy.argmax(1) == teacher.argmax(1)
+    for size in (2, 5):
+        _, found = compared_statistics(policy, identity, targets, rows, beta=0.0, chunk_size=size)
+        expected = (forward, reverse, agrees, of_targets)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)
 
 
 def test_the_distance_over_the_best_tokens_grows_to_the_whole() -> None:

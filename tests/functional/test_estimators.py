@@ -336,6 +336,21 @@ def test_cpgd_refuses_impossible_options(options: dict[str, Any], culprit: str) 
         estimate("cpgd", CPGD_INPUTS, **options)
 
 
+@pytest.mark.parametrize("name", ["grpo", "mt_grpo"])
+def test_eps_is_added_to_the_deviation_of_a_group(name: str) -> None:
+    advantages = ESTIMATORS[name].function(INPUTS, eps=0.5)
+    # penalised scores 2.7 and 0.9: 0.9 from their mean, with a deviation of 1.8 / √2
+    assert advantages[:2, 1].tolist() == pytest.approx(
+        [0.9 / (1.8 * HALF + 0.5), -0.9 / (1.8 * HALF + 0.5)]
+    )
+
+
+def test_an_estimator_takes_its_own_options() -> None:
+    estimator = ESTIMATORS["reinforce"]._replace(options={"gamma": 0.5})
+    # 3 at the last token, and penalties of 0.1 and 0.2 before it
+    assert estimator(INPUTS)[0].tolist() == pytest.approx([0, 0.55, 1.3, 3])
+
+
 def test_gae_has_its_two_ends() -> None:
     # λ = 1: return minus value; λ = 0: the error of one step
     ends = [estimate("gae", without_kl(), lam=lam)[0].tolist() for lam in (1.0, 0.0)]

@@ -54,6 +54,19 @@ def test_neither_blocks_nor_kept_rows_change_values_and_gradients(
     )
 
 
+@pytest.mark.parametrize("chunk_size", [5, 100])
+def test_a_gradient_that_is_computed_ahead_is_that_of_each_row(chunk_size: int) -> None:
+    hidden, weight, targets = inputs()
+    weight.requires_grad_(False)
+    head = LinearHead(weight=weight, multiplier=3.0)
+    found = token_logprobs(hidden, head, targets, temperature=0.7, chunk_size=chunk_size)
+    expected = whole(hidden @ weight.T * 3 / 0.7, targets).logprobs
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(
+        *(gradients((each * torch.arange(N)).sum(), hidden) for each in (found, expected))
+    )
+
+
 def gradients(loss: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(loss, parts)
 

@@ -10,7 +10,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lrlhf.functional import LogprobsAndEntropy, token_logprobs
+from lrlhf.functional import (
+    LogprobsAndEntropy,
+    linear_logprobs,
+    token_logprobs,
+    token_statistics,
+)
 
 N, H, V = 13, 5, 23
 Head = Callable[[Tensor], Any]
@@ -46,6 +51,24 @@ def test_two_tokens_by_hand() -> None:
     assert result.logprobs.exp().tolist() == pytest.approx([0.25, 0.75])
     entropy = 0.25 * math.log(4) + 0.75 * math.log(4 / 3)
     assert result.entropy.tolist() == pytest.approx([entropy, entropy])
+
+
+@BOTH_PATHS
+def test_a_token_that_ties_with_the_best_is_one_of_them(head: Head) -> None:
+    weight = torch.tensor([[1.0], [1.0], [0.0]])
+    found = token_statistics(torch.ones(3, 1), head(weight), torch.arange(3))
+    assert found.is_top.tolist() == [True, True, False]
+
+
+@BOTH_PATHS
+def test_an_entropy_has_a_gradient_of_its_own(head: Head) -> None:
+    hidden, weight, targets = inputs()
+    result = token_logprobs(hidden, head(weight), targets, chunk_size=4, return_entropy=True)
+    expected = whole(hidden @ weight.T, targets)
+    gradients = [
+        torch.autograd.grad(both.entropy.sum(), (hidden, weight)) for both in (result, expected)
+    ]
+    torch.testing.assert_close(*gradients)
 
 
 @BOTH_PATHS
@@ -155,11 +178,14 @@ def test_autocast_decides_the_products_only_where_they_are_fast(cpu: str) -> Non
     assert not torch.allclose(exact, rounded)
     with torch.autocast("cpu", torch.bfloat16):
         result = token_logprobs(hidden, weight, targets, chunk_size=N)
+        wide = token_logprobs(hidden.double(), weight.double(), targets)
     torch.testing.assert_close(result, exact if cpu == "AVX2" else rounded)
+    torch.testing.assert_close(wide, whole(hidden.double() @ weight.double().T, targets).logprobs)
 
 
 def test_the_weights_gradient_is_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(linear_logprobs, "_BLOCK_ROWS", 1)
     rows = 512
     hidden = torch.ones(rows, 1, dtype=torch.bfloat16)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)

@@ -52,6 +52,13 @@ def test_defaults_by_hand(
     assert len(expected) == {"sequence": 1, "token": 3}[POLICY_LOSSES[name].level]
 
 
+def test_metrics_are_told_which_ratios_a_loss_clips() -> None:
+    ranges = {name: POLICY_LOSSES[name].clip_range for name in ("dapo", "cpgd", "gspo")}
+    assert ranges == {"dapo": (0.2, 0.28), "cpgd": (0.2, 0.2), "gspo": (3e-4, 4e-4)}
+    assert POLICY_LOSSES["cispo"].clip_range == (math.inf, 4.0)  # ratios of at most 5
+    assert POLICY_LOSSES["reinforce"].clip_range is None
+
+
 def test_dapo_takes_a_dual_clip() -> None:
     assert evaluate("dapo", (9.0, 0.5), -1.0, dual_clip=3.0) == pytest.approx([0, 3, 0.8])
 

@@ -49,12 +49,18 @@ def test_normalized_entries_have_mean_zero_and_unit_deviation() -> None:
         assert (found[~MASK] == 0).all()
 
 
+def test_whitening_may_keep_the_mean() -> None:
+    found = whiten(torch.where(MASK, X, NAN), MASK, shift_mean=False, eps=29 / 3)  # deviation 4
+    assert found[MASK].tolist() == pytest.approx([(x - 10 / 3) / 4 + 10 / 3 for x in (1, 3, 6)])
+    assert (found[~MASK] == 0).all()
+
+
 @pytest.mark.parametrize("normalize", [whiten, standardize])
 @pytest.mark.parametrize("value", [0.1, -0.7, 1e4])
 def test_equal_entries_are_exactly_zero(normalize, value: float) -> None:
     # three times 0.1 in float32, averaged, is not 0.1
-    x = torch.full((7,), value)
-    assert normalize(x, torch.ones(7, dtype=torch.bool)).tolist() == [0] * 7
+    x = torch.tensor([NAN, *[value] * 7])
+    assert normalize(x, ~x.isnan()).tolist() == [0] * 8
 
 
 @pytest.mark.parametrize("normalize", [whiten, standardize])

@@ -110,6 +110,8 @@ def test_the_tokens_with_the_highest_entropy_are_kept() -> None:
     kept = high_entropy_mask(entropy, mask, fraction=0.5)
     # half of four, half of two (the first of equal ones), and nothing where nothing is
     assert kept.long().tolist() == [[0, 0, 1, 0, 1], [0, 1, 0, 0, 0], [0, 0, 0, 0, 0]]
+    # 2.8 and 1.4 tokens are rounded down
+    assert torch.equal(high_entropy_mask(entropy, mask, fraction=0.7), kept)
     assert torch.equal(high_entropy_mask(entropy, mask, fraction=1.0), mask)
     one = high_entropy_mask(entropy, mask, fraction=0.01)
     assert one.sum(dim=1).tolist() == [1, 1, 0]
@@ -203,6 +205,17 @@ def test_impossible_bounds_of_the_geometric_mean_are_refused(options: dict[str, 
     logprobs, old = with_ratios(1, 1, 1, 1)
     with pytest.raises(ValueError, match=next(iter(options))):
         geometric_mean_policy_loss(logprobs, old, row(1)[0], ALL4, **options)
+
+
+@pytest.mark.parametrize("loss", [sequence_clipped_policy_loss, geometric_mean_policy_loss])
+def test_a_loss_of_whole_responses_trains_nothing_but_the_policy(loss: Loss) -> None:
+    logprobs, old = with_ratios(1, 1, 1, 1)
+    old.requires_grad_()
+    advantages = row(2)[0].requires_grad_()
+    loss(logprobs, old, advantages, ALL4).sum().backward()
+    assert logprobs.grad is not None
+    assert old.grad is None
+    assert advantages.grad is None
 
 
 @EVERY_TOKEN_LOSS
@@ -311,21 +324,28 @@ def test_micro_batches_add_up_to_the_batch(mode: str, denominator: float) -> Non
     torch.testing.assert_close(sum(shares), aggregate(loss, mask, mode=mode))
 
 
+CLIP = {"clip_low": 0.2, "clip_high": 0.3}
+
+
 def test_metrics_by_hand() -> None:
-    logprobs, old = with_ratios(1.5, 0.5, 1.1, 100)
+    logprobs, old = with_ratios(1.5, 0.5, 1.25, 100)
     mask = torch.tensor([[True, True, True, False]])
-    metrics = policy_metrics(logprobs, old, mask, clip_low=0.2, clip_high=0.3)
-    k3 = [ratio - 1 - math.log(ratio) for ratio in (1.5, 0.5, 1.1)]
+    metrics = policy_metrics(logprobs, old, mask, **CLIP)
+    k3 = [ratio - 1 - math.log(ratio) for ratio in (1.5, 0.5, 1.25)]
     assert metrics.approx_kl.item() == pytest.approx(sum(k3) / 3)
     assert metrics.clip_fraction.item() == pytest.approx(2 / 3)
     assert metrics.ratio_max.item() == pytest.approx(1.5)
     assert not metrics.approx_kl.requires_grad
+    # padding, whose ratio is 1, is no ratio
+    fallen = policy_metrics(*with_ratios(0.5, 0.9, 1, 1), mask & (mask.cumsum(1) < 3), **CLIP)
+    assert fallen.ratio_max.item() == pytest.approx(0.9)
 
 
 def test_clip_fractions_count_where_the_gradient_is_gone() -> None:
-    ratio = torch.tensor([0.5, 0.5, 1.5, 1.5, 1.0, 0.1])
-    advantages = torch.tensor([-1.0, 1.0, 1.0, -1.0, 1.0, -1.0])
-    mask = torch.tensor([True, True, True, True, True, False])
+    # below: two bad ones and a good one; above: three good ones and a bad one
+    ratio = torch.tensor([0.5, 0.7, 0.5, 1.5, 1.6, 1.6, 1.5, 1.0, 0.1])
+    advantages = torch.tensor([-1.0, -1.0, 1.0, 1.0, 1.0, 1.0, -1.0, 1.0, -1.0])
+    mask = torch.arange(9) < 8
     fractions = clip_fractions(ratio, advantages, mask, clip_low=0.2, clip_high=0.4)
-    assert fractions.low.item() == pytest.approx(0.2)
-    assert fractions.high.item() == pytest.approx(0.2)
+    assert fractions.low.item() == 2 / 8
+    assert fractions.high.item() == 3 / 8

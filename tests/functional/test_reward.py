@@ -1,5 +1,7 @@
 """Pair losses where numbers get extreme; by hand they are in tests/modules/test_pair_losses.py."""
 
+import math
+
 import pytest
 import torch
 
@@ -23,6 +25,15 @@ def test_a_margin_that_would_broadcast_is_refused(shape: tuple[int, ...]) -> Non
 def test_an_impossible_smoothing_is_refused(smoothing: float) -> None:
     with pytest.raises(ValueError, match="label_smoothing"):
         bradley_terry_loss(CHOSEN, REJECTED, label_smoothing=smoothing)
+
+
+def test_a_label_that_may_be_wrong_counts_for_both_answers() -> None:
+    found = bradley_terry_loss(CHOSEN, REJECTED, margin=0.5, label_smoothing=0.1)
+    # leads of 1 - 0.5 and -2 - 0.5
+    expected = [
+        0.9 * math.log1p(math.exp(-lead)) + 0.1 * math.log1p(math.exp(lead)) for lead in (0.5, -2.5)
+    ]
+    assert found.tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("loss", [bradley_terry_loss, log_exp_loss, hps_loss])

@@ -99,6 +99,14 @@ def test_a_reward_model_that_does_not_fit_says_why(tmp_path, options, culprit: s
         ValueModel(source=folder, **options).load()
 
 
+def test_values_are_computed_in_the_precision_of_their_head() -> None:
+    head = ValueHead(4, "linear")
+    head.output.weight.data.fill_(1.0)
+    hidden = torch.tensor([256.0, 1.0, 0.0, 0.0]).bfloat16()  # 257 is no bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        assert head(hidden).item() == 257.0
+
+
 def test_a_relative_head_reads_directions_and_writes_scores() -> None:
     made = ValueHead(4, "linear", relative=True)
     torch.nn.init.constant_(made.output.weight, 0.25)

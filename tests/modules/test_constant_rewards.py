@@ -61,6 +61,22 @@ def test_a_few_responses_do_not_tell_and_missing_values_do_not_count(
     assert caplog.messages == []  # 7 values in each of 8 iterations: 56
 
 
+def test_a_function_that_varied_once_is_not_constant_and_chats_are_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    varied, watch = _result(), ConstantRewards()
+    varied.per_function[0, 0] = 1.0
+    with caplog.at_level(logging.WARNING, "lrlhf"):
+        for result in (varied, *[_result()] * 5):
+            watch.observe(result, chats=True)
+        assert caplog.messages == []
+        watch = ConstantRewards()
+        for _ in range(8):
+            watch.observe(_result(), chats=True)
+    (message,) = caplog.messages
+    assert "completion_text" in message
+
+
 def says_thanks(completions: Sequence[Any]) -> list[float]:
     return [float("thanks" in completion) for completion in completions]
 

@@ -9,12 +9,16 @@ import pytest
 import torch
 
 from lrlhf.functional import POLICY_LOSSES
+from lrlhf.modules import Critic
 from lrlhf.modules.metrics.metric_sums import MetricSums
 from lrlhf.modules.metrics.rollout_metrics import (
+    explained_variance,
     measure_critic,
+    measure_kl,
     measure_mismatch,
     measure_rollout,
     measure_update,
+    measure_values,
 )
 from lrlhf.modules.policy.running_moments import RunningMoments
 from lrlhf.rewards import RewardResult
@@ -51,6 +55,28 @@ def test_means_are_weighted_by_their_counts_and_maxima_show_what_is_no_number() 
     assert "nothing" not in values
 
 
+def test_sums_and_maxima_are_those_of_all_ranks_in_float64() -> None:
+    metrics = MetricSums()
+    metrics.add("mean", 2.0**24 + 1, 1.0)  # which float32 rounds
+    metrics.add("tensor", torch.tensor(2.0**24 + 1, dtype=torch.float64), 1.0)
+    metrics.maximum("max", 3.0)
+    metrics.minimum("min", 3.0)
+    assert reduced(metrics)["tensor"] == 2**24 + 1
+
+    class OfTwo(Collectives):
+        """Another rank has added 3 of one more, and had 5 at the most and at the least."""
+
+        def sum(self, value: torch.Tensor) -> torch.Tensor:
+            return value + torch.tensor([3.0, 1.0])
+
+        def max(self, value: torch.Tensor) -> torch.Tensor:
+            return value.maximum(torch.tensor([5.0, -5.0], dtype=value.dtype))
+
+    values = reduced(metrics, OfTwo(one_process().trainer))
+    assert values["mean"] == (2**24 + 1 + 3) / 2
+    assert (values["max"], values["min"]) == (5.0, 3.0)
+
+
 def test_scores_lengths_and_returns_by_hand() -> None:
     # two prompts of two responses, the last of which nothing could score
     mask = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 0], [0, 1, 1, 0], [0, 1, 0, 0]], dtype=torch.bool)
@@ -62,7 +88,7 @@ def test_scores_lengths_and_returns_by_hand() -> None:
         response_mask=mask,
         sampling_logprobs=torch.zeros(4, 4),
         group_ids=torch.tensor([0, 0, 1, 1]),
-        truncated=torch.zeros(4, dtype=torch.bool),
+        truncated=torch.tensor([True, False, False, False]),
     )
     scores = torch.tensor([1.0, 3.0, 8.0, NAN])
     result = RewardResult(
@@ -74,7 +100,7 @@ def test_scores_lengths_and_returns_by_hand() -> None:
         failures=[],
     )
     metrics = MetricSums()
-    teaches = torch.tensor([True, False])
+    teaches = torch.tensor([True, False, True, True])
     measure_rollout(rollout, result, metrics, num_generations=2, teaches=teaches)
     values = reduced(metrics)
     assert values["rollout/score_std"] == pytest.approx(math.sqrt(2))  # of 1 and 3 alone
@@ -82,6 +108,8 @@ def test_scores_lengths_and_returns_by_hand() -> None:
     assert values["rollout/score_std_all"] == pytest.approx(math.sqrt((9 + 1 + 16) / 2))
     assert values["rollout/total_length"] == (4 + 3 + 3 + 2) / 4
     assert values["rollout/response_length"] == (2 + 1 + 2 + 1) / 4
+    assert values["rollout/terminated_length"] == (1 + 2 + 1) / 3
+    assert values["rollout/zero_variance_groups"] == 0.25
 
     experience = Experience(
         **{one.name: getattr(rollout, one.name) for one in fields(rollout)},
@@ -92,12 +120,30 @@ def test_scores_lengths_and_returns_by_hand() -> None:
         values=torch.zeros(4, 4),
         returns=torch.tensor([[9, 9, 1, 2], [9, 9, 6, 9], [9, 4, 4, 9], [9, 7, 9, 9]]).float(),
     )
+    # nats per token of 6 tokens, and per response
+    apart = replace(experience, ref_logprobs=-0.5 * mask)
+    metrics = MetricSums()
+    measure_kl(apart, metrics)
+    assert reduced(metrics) == pytest.approx({"kl/reference": 0.5, "kl/sequence": 0.5 * 6 / 4})
+
+    # tokens that count have moved by -3, 1, 1 and 3
+    moved = torch.tensor([[9, 9, -3, 1], [9, 9, 1, 9], [9, 9, 9, 9], [9, 3, 9, 9]]).float()
+    metrics = MetricSums()
+    measure_values(moved, experience, metrics, critic=Critic(value_clip_range=2.0))
+    assert reduced(metrics) == {"value/mean": 0.5, "value/clip_fraction": 0.5}
+
     metrics = MetricSums()
     measure_critic(experience, metrics)
     values = reduced(metrics)
     # tokens of responses that count: 1, 2, 6 and 7
     assert values["value/return_mean"] == (1 + 2 + 6 + 7) / 4
     assert values["value/return_std"] == pytest.approx(statistics.stdev([1, 2, 6, 7]))
+
+
+def test_variance_that_values_explain() -> None:
+    # errors of deviation 1 where returns have 2: a quarter of the variance is left
+    assert explained_variance(1.0, 2.0) == 0.75
+    assert math.isnan(explained_variance(1.0, 0.0))
 
 
 def test_a_number_is_taken_down_as_it_is_now() -> None:
@@ -168,6 +214,29 @@ def test_clipping_is_counted_where_it_takes_the_gradient(level: str) -> None:
     assert measured["policy/clip_fraction"] == 1.0
     assert measured["policy/clip_fraction_low"] == 0.25
     assert measured["policy/clip_fraction_high"] == 0.25
+    # of the last two alone, the second of which is held back
+    metrics = MetricSums()
+    counted = torch.tensor([False, False, True, True])
+    part = replace(experience, counted=counted, loss_mask=mask & counted[:, None])
+    measure_update(ratios.log() * mask, None, part, metrics, loss=loss)
+    measured = reduced(metrics)
+    assert measured["policy/clip_fraction"] == 1.0
+    assert measured["policy/clip_fraction_low"] == 0.0
+    assert measured["policy/clip_fraction_high"] == 0.5
+
+
+def test_micro_batches_count_by_their_tokens() -> None:
+    metrics = MetricSums()
+    for rows, gap in ((1, 0.0), (3, 1.0)):
+        micro = random_experience(rows=rows, width=2)
+        old = torch.zeros_like(micro.advantages)
+        loss = POLICY_LOSSES["token_clip"]
+        measure_update(
+            old + gap * micro.loss_mask, None, replace(micro, old_logprobs=old), metrics, loss=loss
+        )
+    # k3 of three of four tokens
+    expected = (math.exp(1) - 1 - 1) * 3 / 4
+    assert reduced(metrics)["policy/approx_kl"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_ranges_do_not_depend_on_how_the_values_are_split() -> None:

@@ -59,6 +59,24 @@ def test_an_optimizer_gets_its_options(
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.0]
 
 
+def test_own_options_come_before_those_of_the_config_and_of_the_module() -> None:
+    config = OptimizerConfig(lr=0.1, warmup_steps=0, optimizer_options={"betas": (0.5, 0.6)})
+    optimizer, _ = config.build(model().named_parameters(), 1)
+    assert optimizer.defaults["betas"] == (0.5, 0.6)
+    filled = config.filled(lr=0.3, warmup_steps=7)
+    assert (filled.lr, filled.warmup_steps) == (0.1, 0)
+    default = OptimizerConfig().filled(lr=0.3, warmup_steps=7)
+    assert (default.lr, default.warmup_steps) == (0.3, 7)
+
+
+def test_parts_of_a_model_have_rates_of_their_own() -> None:
+    optimizer, _ = OptimizerConfig(lr=0.1).build(model().named_parameters(), 1, lrs={"1.": 0.02})
+    rates = {tuple(p.shape): g["lr"] for g in optimizer.param_groups for p in g["params"]}
+    norm = [g["lr"] for g in optimizer.param_groups if len(g["params"]) == 2]
+    assert rates[2, 3] == 0.1
+    assert norm == [0.02]
+
+
 @pytest.mark.parametrize(
     ("options", "total", "expected"),
     [

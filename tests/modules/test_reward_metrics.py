@@ -16,6 +16,7 @@ from lrlhf.modules.metrics.reward_metrics import (
     pearson,
     three_way_accuracy,
 )
+from lrlhf.run import Collectives
 from tests.modules.policy_runs import one_process
 
 NAN = float("nan")
@@ -116,6 +117,19 @@ def test_three_way_accuracy_by_hand() -> None:
     assert fit_tie_threshold(head([1.0], [0.0], [1.0])) is None
 
 
+def test_a_gap_at_the_threshold_is_no_tie_and_all_may_be_ties() -> None:
+    pairs = head([0.5, 0.0], [0.0, 2.0], [1.0, 0.0])
+    assert three_way_accuracy(pairs, 0.5) == 0.5
+    assert three_way_accuracy(pairs, 0.6) == 0.0
+    # gaps of ½ and 2, both labelled ties: the threshold lies above both
+    found = fit_tie_threshold(head([0.5, 0.0], [0.0, 2.0], [0.0, 0.0]))
+    assert found is not None
+    assert found > 2.0
+    # their signs do not cancel
+    gap = head_metrics(head([0.5, 0.0], [0.0, 2.0], [0.0, 0.0]))["tie_gap"]
+    assert gap == pytest.approx(1.25)
+
+
 def test_the_tie_threshold_is_the_best_of_an_exhaustive_search() -> None:
     generator = torch.Generator().manual_seed(3)
     for _ in range(5):
@@ -168,6 +182,37 @@ def test_pairs_that_were_seen_before_a_resume_count(ranks: int) -> None:
     assert resumed.seen() == {}
     resumed.update_with_nothing()
     assert resumed.compute().metrics == {}
+
+
+def test_every_rank_resumes_with_its_own_pairs() -> None:
+    class Rank(Collectives):
+        world_size, rank = 2, 1
+
+    class OfFour(Collectives):
+        world_size, rank = 4, 1
+
+    killed = [RewardMetrics(["a", "b"], [1.0, 2.0]) for _ in range(2)]
+    for seed, metrics in enumerate(killed):
+        metrics.update(*batch(seed))
+    seen = [one.seen() for one in killed]
+    resumed = RewardMetrics(["a", "b"], [1.0, 2.0])
+    resumed.resume(seen, Rank(one_process().trainer))
+    torch.testing.assert_close(resumed.seen()["pairs"], seen[1]["pairs"], equal_nan=True)
+    # of another number of ranks the first takes all
+    resumed.resume(seen, OfFour(one_process().trainer))
+    assert resumed.seen() == {}
+
+
+def test_pairs_without_a_prompt_are_apart() -> None:
+    scores = torch.tensor([[2.0]] * 30)
+    labels = torch.tensor([[1.0], [-1.0]] * 15)
+    alone, apart = RewardMetrics(["a"], [1.0]), RewardMetrics(["a"], [1.0])
+    alone.update(scores, 0 * scores, scores, labels, torch.ones(30, 2))
+    own = torch.arange(30)
+    apart.update(scores, 0 * scores, scores, labels, torch.ones(30, 2), prompts=own)
+    found = alone.compute().metrics
+    assert found == pytest.approx(apart.compute().metrics)
+    assert found["accuracy_high"] < 0.7
 
 
 @pytest.mark.parametrize("name", ["pairs", "accuracy", "accuracy_low", "quality"])

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from lrlhf.environments import Episodes
 from lrlhf.modules import PPO, RLOO, Sampled
 from lrlhf.rewards import RewardError, Rewards
+from lrlhf.run import run_seed, sample_seeds
 from tests.modules.policy_runs import assert_same, fit, letters, weights
 from tests.vlms import build_vlm, picture
 
@@ -37,6 +38,19 @@ def breaks(completions: Sequence[str]) -> list[float]:
 
 def as_texts(sampled: Any) -> Any:
     return [as_texts(one) for one in sampled] if isinstance(sampled, list) else str(sampled)
+
+
+def test_no_two_responses_of_a_run_share_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = [
+        seed
+        for run in (0, 1)
+        for step in range(3)
+        for prompt in range(3)
+        for seed in sample_seeds(run, step, prompt, count=2)
+    ]
+    assert len(seeds) == len({*seeds}) == 36
+    monkeypatch.setenv("PL_GLOBAL_SEED", "5")
+    assert (run_seed(None), run_seed(0)) == (5, 0)
 
 
 @pytest.mark.parametrize("kind", [RLOO, PPO])

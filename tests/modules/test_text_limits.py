@@ -12,7 +12,9 @@ from transformers import (
     AutoTokenizer,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
     PreTrainedTokenizerBase,
+    RobertaConfig,
 )
 
 from lrlhf import Trainer
@@ -23,6 +25,7 @@ from lrlhf.datamodules import (
     SupervisedDataModule,
 )
 from lrlhf.models import CausalLM, ValueModel
+from lrlhf.models.text_limits import TextLimits, context_of
 from lrlhf.modules import (
     DPO,
     PPO,
@@ -83,6 +86,23 @@ RUNS: dict[str, tuple[Callable[[str], Any], Callable[..., Any]]] = {
     "rloo": (lambda folder: RLOO(folder, **policy_options()), prompts),
     "ppo": (lambda folder: PPO(folder, **policy_options()), prompts),
 }
+
+
+def test_a_text_may_use_the_last_id_and_fill_the_context() -> None:
+    limits = TextLimits(source="m", context=8, vocabulary=5, response=3, option="max_new_tokens")
+    limits.refuse_texts([("row 1", [4]), ("row 2", [0] * 5)], None)
+    with pytest.raises(ValueError, match="row 1 has the token 5, but the embedding of m has 5"):
+        limits.refuse_texts([("row 1", [5])], None)
+    with pytest.raises(ValueError, match=r"at most 8 tokens.*row 2\) is 6 and max_new_tokens is 3"):
+        limits.refuse_texts([("row 1", [4]), ("row 2", [0] * 6)], None)
+
+
+def test_the_context_is_what_positions_are_left_and_rope_stretches() -> None:
+    assert context_of(LlamaConfig(max_position_embeddings=64)) == 64
+    rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0}
+    assert context_of(LlamaConfig(max_position_embeddings=64, rope_parameters=rope)) == 256
+    # positions begin behind that of the padding
+    assert context_of(RobertaConfig(max_position_embeddings=66, pad_token_id=1)) == 64
 
 
 def save(folder: Path, tokenizer: PreTrainedTokenizerBase, family: str, context: int) -> str:

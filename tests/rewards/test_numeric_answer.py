@@ -60,6 +60,8 @@ def test_a_text_that_is_one_number_is_told_from_others(text: str, expected: int 
         ("first", " 8\n9 - 4 = 5", "8", 1.0),
         ("boxed", r"5 \boxed{8} 9", "8", 1.0),
         ("boxed", r"\boxed{x = 8}", "8", 1.0),
+        ("boxed", r"\boxed{7}, no, \boxed{\boxed{8}}", "8", 1.0),
+        ("first", "<think>9?</think> 8", "8", 1.0),
         (r"Answer:(.*)", "4 Answer: it is 8, really", "8", 1.0),
         (r"<\d+>", "7 <8> 9", "8", 1.0),
     ],
@@ -73,6 +75,7 @@ def test_numeric_answers(which: str, text: Any, answer: Any, expected: float | N
     ("tolerance", "text", "answer", "expected"),
     [
         (0.001, "0.3333", "1/3", 1.0),
+        (0.0, "8", "8", 1.0),
         (0.01, "1009", "1000", 1.0),  # 1 % of 1000 is 10
         (0.01, "1011", "1000", 0.0),
         (0.0, "2.0000001", "2", 0.0),

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from lrlhf.rewards import RewardError, RewardResult, Rewards
+from lrlhf.rewards import RewardError, RewardResult, Rewards, StepValues
+from lrlhf.rewards.function import StepReward
+from lrlhf.rewards.reward_values import Returned, weighted_steps
 
 
 def score(returned: Any) -> RewardResult:
@@ -57,6 +59,7 @@ def test_what_is_no_finite_number_leaves_its_response_without_value(bad: Any) ->
     ("returned", "message"),
     [
         ([1.0, 2.0], "'odd' returned 2 values for 3 responses .position 2"),
+        ([1.0] * 4, "'odd' returned 4 values for 3 responses .position 3"),
         (torch.ones(3, 1), r"'odd' returned Tensor of shape \(3, 1\)"),
         (None, "'odd' returned NoneType None"),
         ("abc", "'odd' returned str 'abc'"),
@@ -66,3 +69,15 @@ def test_what_is_no_finite_number_leaves_its_response_without_value(bad: Any) ->
 def test_without_one_value_per_response_scoring_stops(returned: Any, message: str) -> None:
     with pytest.raises(RewardError, match=message):
         score(returned)
+
+
+def test_steps_are_paid_where_their_response_has_a_value() -> None:
+    steps = [[StepReward(3, 1.0)], [StepReward(5, 2.0), StepReward(9, -1.0)]]
+    returned = Returned(1, "odd", [0, 2], StepValues([None, 1.0], steps))
+    weights = torch.tensor([[1.0, 0.5]] * 3)
+    # of the third response alone, half of 2 and of -1
+    assert weighted_steps([returned], weights) == (
+        (),
+        (),
+        (StepReward(5, 1.0), StepReward(9, -0.5)),
+    )

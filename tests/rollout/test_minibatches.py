@@ -11,6 +11,7 @@ from lrlhf.rollout.minibatches import (
     micro_batch_rows,
     minibatches,
     plan_micro_batches,
+    trim,
 )
 from lrlhf.types import SequenceBatch
 from tests.models.families import llama, seeded
@@ -60,12 +61,29 @@ def test_minibatches_are_drawn_at_random_and_keep_groups_together_where_they_fit
     assert first == drawn(numbered(), 2)
     grouped = replace(numbered(), group_ids=torch.tensor([7, 7, 2, 2, 5, 5]))
     assert sorted(drawn(grouped, 2)) == [[0, 1], [2, 3], [4, 5]]
+    # wherever siblings stand
+    apart = replace(numbered(), group_ids=torch.tensor([7, 2, 5, 5, 2, 7]))
+    assert sorted(map(sorted, drawn(apart, 2))) == [[0, 5], [1, 4], [2, 3]]
     # three rows cannot be whole pairs, and groups of several sizes fill no part
     assert sorted(row for part in drawn(grouped, 3) for row in part) == list(range(6))
     uneven = replace(numbered(), group_ids=torch.tensor([1, 1, 1, 2, 2, 3]))
     assert len(drawn(uneven, 2)) == 3
     with pytest.raises(ValueError, match="6 rows do not split into parts of 4"):
         drawn(uneven, 4)
+
+
+def test_trimming_takes_the_padding_behind_the_longest_row_and_no_more() -> None:
+    batch = replace(numbered(), group_ids=torch.arange(6))
+    short = trim(batch.select(torch.tensor([0, 1, 3])))
+    assert short.input_ids.tolist() == [[0] * 5, [1] * 5, [3] * 5]
+    assert short.attention_mask.sum(dim=1).tolist() == [5, 2, 1]
+    assert short.group_ids is not None
+    assert short.group_ids.tolist() == [0, 1, 3]
+
+
+def test_a_row_that_is_longer_than_the_budget_is_alone() -> None:
+    groups = micro_batch_rows(torch.tensor([3, 9, 3]), max_tokens=6)
+    assert [group.tolist() for group in groups] == [[1], [0, 2]]
 
 
 def test_rows_of_similar_length_go_together_the_longest_first() -> None:

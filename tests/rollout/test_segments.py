@@ -274,3 +274,43 @@ def test_a_users_wrapper_trains_with_rloo(
     assert any(
         not torch.equal(before[name], value) for name, value in weights(module.policy).items()
     )
+
+
+def one(*ids: int, truncated: bool = False) -> Response:
+    tokens = torch.tensor(ids)
+    return Response.sampled(tokens, -tokens.float(), truncated=truncated)
+
+
+def test_a_response_is_cut_with_all_that_belongs_to_its_tokens() -> None:
+    whole = one(5, 6, 7)
+    assert whole.cut(3) is whole
+    cut = whole.cut(2)
+    assert cut.truncated
+    (segment,) = cut.segments
+    assert segment.logprobs is not None
+    assert (segment.token_ids.tolist(), segment.logprobs.tolist()) == ([5, 6], [-5, -6])
+
+
+def test_a_rollout_has_so_many_responses_behind_each_prompt() -> None:
+    prompts = untold_prompts([[1, 2], [3]])
+    responses = [one(10), one(11), one(12), one(13, 14, truncated=True)]
+    rollout = assemble_rollout(prompts, responses, num_generations=2, pad_id=0)
+    assert rollout.input_ids.tolist() == [[1, 2, 10], [1, 2, 11], [3, 12, 0], [3, 13, 14]]
+    assert rollout.group_ids is not None
+    assert rollout.group_ids.tolist() == [0, 0, 1, 1]
+    assert rollout.truncated.tolist() == [False, False, False, True]
+    with pytest.raises(ValueError, match="returned 3 responses to 2 prompts; 4 were asked for"):
+        assemble_rollout(prompts, responses[:3], num_generations=2, pad_id=0)
+
+
+def test_a_limit_shortens_and_only_what_cuts_tokens_off_truncates() -> None:
+    sampling = Sampling(max_new_tokens=8, min_new_tokens=5)
+    short = sampling.at_most(3)
+    assert (short.max_new_tokens, short.min_new_tokens) == (3, 3)
+    assert sampling.at_most(20) == sampling
+    cutting = [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"min_new_tokens": 1}]
+    assert all(Sampling(**options).truncates for options in cutting)
+    assert not Sampling(temperature=0.5, presence_penalty=1.0).truncates
+    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    assert all(Sampling(**{name: 0.5}).penalizes for name in penalties)
+    assert not Sampling(top_k=5).penalizes

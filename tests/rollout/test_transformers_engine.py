@@ -313,3 +313,15 @@ def test_a_split_policy_that_leaves_no_room_is_refused_before_it_generates(
     monkeypatch.setattr(f"{module}.gathered_bytes", lambda _: 8 * 2**30 + 1)
     with pytest.raises(ValueError, match=r"8\.0 GiB, and 10\.0 GiB .*VLLMServerEngine"):
         engine.attach(language_model, tokenizer)
+
+
+def test_every_token_is_drawn_with_a_number_of_its_own() -> None:
+    sampler = TokenSampler(
+        Sampling(max_new_tokens=8), [3, 4], prompt_mask=torch.ones(2, 1, dtype=torch.bool)
+    )
+    ids = torch.zeros(2, 1, dtype=torch.long)
+    for _ in range(8):
+        chosen = sampler(ids, torch.zeros(2, 1000)).argmax(dim=1)
+        ids = torch.cat([ids, chosen[:, None]], dim=1)
+    # of a thousand equal tokens, sixteen times
+    assert len({*ids[:, 1:].flatten().tolist()}) > 12

@@ -130,6 +130,10 @@ def test_every_seed_meets_every_seed() -> None:
     found = wins(a, b)
     assert (found.wins, found.ties, found.losses) == pytest.approx((1 / 6, 4 / 6, 1 / 6))
     assert found.net.value == 0
+    # of B against A's one run: win win loss, tie tie win
+    better = wins([[0, 0, 1]], [[1, 1, 0], [0, 0, 2]])
+    assert (better.wins, better.ties, better.losses) == pytest.approx((3 / 6, 2 / 6, 1 / 6))
+    assert better.net.value == pytest.approx(2 / 6)
 
 
 def test_rounding_makes_no_wins() -> None:

@@ -1,10 +1,14 @@
 """The tool that breaks lrlhf on purpose, on a package of two lines."""
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tools.mutate import Mutation, read
@@ -31,25 +35,31 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def mutate(root: Path, *entries: tuple[str, str, str]) -> tuple[int, list[str]]:
-    """Try mutations, and return the status and what is said of each."""
+def started(root: Path, *entries: tuple[str, str, str]) -> subprocess.Popen[str]:
+    """Start to try mutations."""
     text = "".join(
         ENTRY.format(name=name, old=old, new=new, tests="test_thing.py::test_add")
         for name, old, new in entries
     )
     (root / "tools/mutations/sums.toml").write_text(text)
+    (root / "scratch").mkdir(exist_ok=True)
     code = (
         f"import sys; sys.path.insert(0, {str(TOOLS)!r}); from pathlib import Path; import mutate; "
         f"sys.exit(mutate.main([], root=Path({str(root)!r}), imports=()))"
     )
-    done = subprocess.run(
+    return subprocess.Popen(
         [sys.executable, "-c", code],
-        capture_output=True,
+        stdout=subprocess.PIPE,
         text=True,
-        check=False,
-        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "TMPDIR": str(root / "scratch")},
     )
-    return done.returncode, [line for line in done.stdout.splitlines() if "  sums: " in line]
+
+
+def mutate(root: Path, *entries: tuple[str, str, str]) -> tuple[int, list[str]]:
+    """Try mutations, and return the status and what is said of each."""
+    with started(root, *entries) as runner:
+        said, _ = runner.communicate()
+    return runner.returncode, [line for line in said.splitlines() if "  sums: " in line]
 
 
 def test_what_is_not_caught_is_an_error_and_the_tree_stays_as_it_is(root: Path) -> None:
@@ -72,6 +82,64 @@ def test_what_is_not_caught_is_an_error_and_the_tree_stays_as_it_is(root: Path) 
     # a test that fails without any defect proves nothing
     (root / "test_thing.py").write_text(TEST.replace("== 4", "== 5"))
     assert mutate(root, ("minus", "a + b", "a - b")) == (1, [])
+
+
+HANGING = """import os, subprocess, sys, time
+from pathlib import Path
+
+from thing import add
+
+
+def test_add():
+    if add(2, 2) != {passes_at}:
+        sleeping = [sys.executable, "-c", "import time; time.sleep(600)"]
+        own = subprocess.Popen(sleeping, start_new_session=True).pid
+        told = Path({told!r})
+        told.with_suffix(".new").write_text(f"{{os.getpid()}} {{own}}")
+        told.with_suffix(".new").rename(told)
+        time.sleep(600)
+"""
+
+
+def is_running(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+@pytest.mark.parametrize(
+    ("ending", "passes_at"),
+    [
+        (signal.SIGTERM, 4),
+        (signal.SIGTERM, None),  # while the tests run without a defect
+        (signal.SIGINT, 4),
+        (signal.SIGHUP, 4),
+        (signal.SIGKILL, 4),
+    ],
+)
+def test_nothing_is_left_of_a_runner_that_is_ended(
+    root: Path, ending: signal.Signals, passes_at: int | None
+) -> None:
+    told = root / "scratch/told"
+    (root / "test_thing.py").write_text(HANGING.format(passes_at=passes_at, told=str(told)))
+    with started(root, ("minus", "a + b", "a - b")) as runner:
+        while not told.exists():
+            assert runner.poll() is None
+            time.sleep(0.05)
+        lane, own = map(int, told.read_text().split())
+        told.unlink()
+        runner.send_signal(ending)
+        runner.wait(60)
+    if ending == signal.SIGKILL:  # which nothing can answer: the tests end, their copy stays
+        os.kill(own, signal.SIGKILL)
+    else:
+        assert runner.returncode == 128 + ending
+        assert not any((root / "scratch").iterdir())
+    until = time.monotonic() + 10
+    while is_running(lane) or is_running(own):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert (root / "thing.py").read_text() == SOURCE
 
 
 REPOSITORY = TOOLS.parent
