@@ -45,7 +45,7 @@ from lrlhf.models import CausalLM, packs, plain_model
 from lrlhf.models.loading.meta import skeleton
 from lrlhf.modules import RLOO
 from lrlhf.modules.policy import iteration
-from lrlhf.modules.policy.batch_plan import Quantity
+from lrlhf.modules.policy.iteration import Quantity
 from lrlhf.modules.settings import Reference, Update
 from lrlhf.planning.batch_sizes import planned_batches
 from lrlhf.planning.simulation.hardware import GPUS, Rates

@@ -9,7 +9,7 @@ from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import NonNegativeFloat, PositiveInt
 
 from lrlhf.modules import DPO, SFT, RewardModel, TrainingModule
-from lrlhf.modules.policy.batch_plan import BatchPlan, Quantity, table_of
+from lrlhf.modules.policy.iteration import BatchPlan, Quantity, table_of
 from lrlhf.planning.batch_sizes import has_batch_plan, planned_batches
 from lrlhf.planning.config_entries import is_a, options_of
 from lrlhf.planning.memory import memory_report

@@ -2,7 +2,7 @@
 
 from lrlhf.guard.anomalies import Anomaly
 from lrlhf.guard.bundle import NotADumpError, StepBundle
-from lrlhf.guard.dump_replay import DumpReplay, Replayable, Retaken, replay_dump
+from lrlhf.guard.dump_replay import DumpReplay, Replayable, ReplayedStep, replay_dump
 from lrlhf.guard.guard_settings import Guard, TrainingDivergedError
 from lrlhf.guard.step_guard import StepGuard
 from lrlhf.guard.step_watch import StepVerdict, StepWatch
@@ -13,7 +13,7 @@ __all__ = [
     "Guard",
     "NotADumpError",
     "Replayable",
-    "Retaken",
+    "ReplayedStep",
     "StepBundle",
     "StepGuard",
     "StepVerdict",

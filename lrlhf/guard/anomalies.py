@@ -107,18 +107,18 @@ def reference_kl(experience: Experience) -> Tensor | None:
     return masked_sum(estimate, experience.response_mask, 1)
 
 
-def measure(experience: Experience, *, replayed: bool, drawn: bool = False) -> Tensor:
+def measure(experience: Experience) -> Tensor:
     """`[10]`: the `IterationSums` of this rank, before its update.
 
-    Of a ``replayed`` experience the engine is not to blame for any difference. Where the old
-    log-probabilities are the engine's own (``drawn``), the update sees how far they are apart.
+    Of recorded responses the engine is not to blame for any difference. Where the old
+    log-probabilities are the engine's own, the update sees how far they are apart.
     """
     mask = experience.response_mask
     bad = {"logprobs": 0.0, "advantages": 0.0, "values": 0.0}
     for kind, _, value in _looked_at(experience):
         bad[kind] += float(_bad(value, mask).sum())
     kl, rows = reference_kl(experience), float(len(experience))
-    old = None if replayed or drawn else experience.old_logprobs
+    old = None if experience.old_source in ("recorded", "engine") else experience.old_logprobs
     mismatch = 0.0
     if old is not None:
         mismatch = float(masked_sum((old - experience.engine_logprobs).abs(), mask))

@@ -87,6 +87,8 @@ def _describe(batch: TensorBatch, shown: dict[int, dict[str, Any]]) -> dict[str,
             values[field.name] = _describe(value, shown)
         elif isinstance(value, Tensor):
             values[field.name] = _copied(value)
+        elif isinstance(value, Mapping):
+            values[field.name] = {name: _copied(column) for name, column in value.items()}
         elif field.name == "media" and value is not None:
             values[field.name] = [one and _describe_media(one, shown) for one in value]
         else:

@@ -23,8 +23,8 @@ from lrlhf.models.sharding import load_state
 _UNSPLIT = {"bf16-true": "bf16-mixed", "16-true": "16-mixed"}
 
 
-class Retaken(NamedTuple):
-    """What a module reports of a step that it has repeated.
+class ReplayedStep(NamedTuple):
+    """What a module reports of a step that it has replayed.
 
     Attributes:
         records: The rows in JSON types.
@@ -46,7 +46,7 @@ class Replayable(Protocol):
     def step_names(self) -> tuple[str, ...]:
         """Stages of the bundles that it knows."""
 
-    def retake(self, bundle: StepBundle) -> Retaken:
+    def replay_step(self, bundle: StepBundle) -> ReplayedStep:
         """Take the step of a bundle again, with the code that took it.
 
         It is called inside of a training step of manual optimization, with the weights and the
@@ -64,7 +64,7 @@ class RankReplay:
         first_module: The first part of a model whose output is not finite, by name; empty: none.
         gradients: Parameters whose gradients are not finite, by name.
         rows: Of the batch, in JSON types.
-        sums: See `Retaken`.
+        sums: See `ReplayedStep`.
     """
 
     rank: int
@@ -196,7 +196,7 @@ class _Take(L.Callback):
     def _take(self, *_: object) -> None:
         assert isinstance(self._module, Replayable)
         replay = self._replay
-        replay.rows, sums = self._module.retake(self._dump.bundles[replay.rank])
+        replay.rows, sums = self._module.replay_step(self._dump.bundles[replay.rank])
         replay.sums = None if sums is None else sums.cpu()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -33,14 +33,10 @@ class _SeenLoss(NamedTuple):
 
 
 class StepWatch:
-    """What one rank sees of one optimizer step; its sums, on ``device``, add up over the ranks.
+    """What one rank sees of one optimizer step; its sums, on ``device``, add up over the ranks."""
 
-    Of rows that another run has stored (``replayed``) ratio and mismatch are not measured.
-    """
-
-    def __init__(self, guard: Guard, *, rows: int, device: torch.device, replayed: bool) -> None:
+    def __init__(self, guard: Guard, *, rows: int, device: torch.device) -> None:
         self._guard = guard
-        self._replayed = replayed
         # losses that are not finite, ratios out of bounds, mismatch in nats, tokens of that
         self._sums = torch.zeros(4, device=device)
         self._losses: list[_SeenLoss] = []
@@ -80,17 +76,14 @@ class StepWatch:
 
     def see_ratios(self, log_ratios: Tensor) -> None:
         """Look at how far the present micro-batch has moved: `[N]`, of each row, in nats."""
-        if self._replayed:
-            return
         distances = log_ratios.detach().abs().float()
         self._moves.append((self.rows.cpu(), distances))
         self._sums[1] += (distances > self._guard.max_log_ratio).sum()
 
     def see_mismatch(self, total: Tensor, tokens: Tensor) -> None:
         """Look at the distance between trainer and engine, in nats, over so many tokens."""
-        if not self._replayed:
-            self._sums[2] += total.detach()
-            self._sums[3] += tokens
+        self._sums[2] += total.detach()
+        self._sums[3] += tokens
 
     def judge(self, collectives: Collectives) -> StepVerdict:
         """Compare with the limits; all ranks call it, and all leave the step out, or none."""

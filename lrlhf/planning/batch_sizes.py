@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lrlhf.functional.algorithms import ALGORITHMS, ALIASES, resolve_algorithm
-from lrlhf.modules.policy.batch_plan import BatchPlan, Quantity, plan_batches
+from lrlhf.modules.policy.iteration import BatchPlan, Quantity, plan_batches
 from lrlhf.planning.config_entries import class_of, options_of
 
 

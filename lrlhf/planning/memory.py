@@ -13,7 +13,7 @@ from rich.text import Text
 from lrlhf.models import HeadedBackbone, RewardNetwork, ScoreModel, plain_model
 from lrlhf.models.loading.meta import skeleton
 from lrlhf.modules import DPO, SFT
-from lrlhf.modules.policy.batch_plan import BatchPlan
+from lrlhf.modules.policy.iteration import BatchPlan
 from lrlhf.planning.config_entries import is_a, options_of, spec_of
 from lrlhf.planning.dry_run import DryRun, Shape
 from lrlhf.planning.given_texts_memory import add_preference_phases, add_supervised_phases

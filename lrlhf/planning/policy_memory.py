@@ -25,7 +25,7 @@ from lrlhf.models import (
 from lrlhf.models.loading.meta import skeleton
 from lrlhf.models.media_inputs import placeholder_ids
 from lrlhf.models.token_budget import FIRST_TOKENS
-from lrlhf.modules.policy.batch_plan import BatchPlan
+from lrlhf.modules.policy.iteration import BatchPlan
 from lrlhf.planning.config_entries import is_a, options_of, spec_of
 from lrlhf.planning.dry_run import Shape
 from lrlhf.planning.live_bytes import Usage

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 
-from lrlhf.modules.policy.batch_plan import Quantity
+from lrlhf.modules.policy.iteration import Quantity
 
 _DEFAULT_EPOCHS = 1000
 """What Lightning takes where neither epochs nor steps are given."""

@@ -29,7 +29,7 @@ from lrlhf.cli.cheap_parts import CheapParts
 from lrlhf.datamodules import Source
 from lrlhf.models import CausalLM, ScoreModel
 from lrlhf.models.loading.unread import is_unread
-from lrlhf.modules.policy.batch_plan import Quantity
+from lrlhf.modules.policy.iteration import Quantity
 from lrlhf.planning.checks import models, run_checks
 from lrlhf.planning.checks.data_rows import check_reward_columns, check_sources
 from lrlhf.planning.checks.logins import check_wandb

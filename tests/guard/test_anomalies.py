@@ -1,6 +1,7 @@
 """What each measurement finds, and what it leaves alone."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ def kinds(batch: Experience, guard: Guard = Guard(), mean_length: float | None =
     lengths = RunningLength()
     if mean_length is not None:
         lengths.load_state_dict({"iterations": 5, "mean": mean_length})
-    sums = IterationSums(*measure(batch, replayed=False).tolist())
+    sums = IterationSums(*measure(batch).tolist())
     return {one.kind for one in judge(sums, guard, lengths)}
 
 
@@ -43,8 +44,9 @@ def test_each_measurement_finds_its_own_kind_and_no_other() -> None:
 
 def test_stored_responses_are_no_fault_of_the_engine() -> None:
     batch = experience(sampling_logprobs=filled(-4.0))
-    for options in ({"replayed": True}, {"replayed": False, "drawn": True}):
-        assert IterationSums(*measure(batch, **options).tolist()).mismatch == 0
+    for source in ("recorded", "engine"):
+        sums = IterationSums(*measure(replace(batch, old_source=source)).tolist())
+        assert sums.mismatch == 0
 
 
 def test_the_first_bad_entry_is_named_with_row_token_and_prompt(tokenizer: Any) -> None:

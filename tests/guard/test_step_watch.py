@@ -25,7 +25,7 @@ class Other:
 
 
 def watch(rows: int = 4, device: str = "cpu") -> StepWatch:
-    return StepWatch(Guard(), rows=rows, device=torch.device(device), replayed=False)
+    return StepWatch(Guard(), rows=rows, device=torch.device(device))
 
 
 def test_losses_and_ratios_are_not_read_before_the_verdict() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lrlhf.modules.policy.batch_plan import BatchPlan, Quantity, plan_batches, table_of
+from lrlhf.modules.policy.iteration import BatchPlan, Quantity, plan_batches, table_of
 from tests.faults.fuzz_settings import fuzzing
 
 

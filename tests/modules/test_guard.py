@@ -152,14 +152,14 @@ def too_long(module: RLOO | PPO) -> None:
 
 
 def infinite_score(module: RLOO | PPO) -> None:
-    collect = module.parts.sampler._collector.collect
+    collect = module.sampler._collector.collect
 
     def collect_infinite(*args: Any, **options: Any) -> Any:
         collected = collect(*args, **options)
         collected.rewards.scores[3] = float("inf")
         return collected
 
-    module.parts.sampler._collector.collect = collect_infinite  # type: ignore[method-assign]
+    module.sampler._collector.collect = collect_infinite  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(

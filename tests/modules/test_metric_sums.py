@@ -16,7 +16,7 @@ from lrlhf.modules.metrics.rollout_metrics import (
     measure_rollout,
     measure_update,
 )
-from lrlhf.modules.policy.running_moments import RunningMoments
+from lrlhf.modules.policy.experience import RunningMoments
 from lrlhf.rewards import RewardResult
 from lrlhf.run import Collectives
 from lrlhf.types import Experience, Rollout

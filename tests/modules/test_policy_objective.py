@@ -13,7 +13,6 @@ from torch import Tensor
 from lrlhf.functional import POLICY_LOSSES, Algorithm, PolicyLoss
 from lrlhf.modules.metrics.metric_sums import MetricSums
 from lrlhf.modules.metrics.rollout_metrics import measure_update
-from lrlhf.modules.policy.complete_settings import assemble_algorithm
 from lrlhf.modules.policy.experience import as_experience, compute_advantages
 from lrlhf.modules.policy.objective import (
     Denominators,
@@ -22,6 +21,7 @@ from lrlhf.modules.policy.objective import (
     policy_loss,
     summed_tokens,
 )
+from lrlhf.modules.policy.settings import assemble_algorithm
 from lrlhf.modules.settings import Advantage, Update
 from lrlhf.rewards import Rewards
 from lrlhf.types import Experience, Rollout

@@ -13,7 +13,7 @@ import torch
 from lrlhf.functional import ALGORITHMS
 from lrlhf.models import CausalLM, LoRA, sequence_logprobs
 from lrlhf.modules import Guard, Reference, Update
-from lrlhf.modules.policy import scorer
+from lrlhf.modules.policy import score
 from lrlhf.rewards import IsolatedReward, Rewards
 from lrlhf.rollout import Collector, Response, Sampling, VLLMEngine, assemble_rollout
 from lrlhf.types import PromptBatch
@@ -206,13 +206,13 @@ def test_packed_rows_train_as_padded_ones(
 
 def test_what_an_exact_engine_sampled_with_is_not_computed_again(build, train, monkeypatch) -> None:
     passes: list[int] = []
-    original = scorer.sequence_outputs
+    original = score.sequence_outputs
 
     def counting(*args: Any, **options: Any) -> Any:
         passes.append(1)
         return original(*args, **options)
 
-    monkeypatch.setattr(scorer, "sequence_outputs", counting)
+    monkeypatch.setattr(score, "sequence_outputs", counting)
     runs = []
     for exact, needed in ((True, 0), (False, 2)):
         passes.clear()

@@ -21,7 +21,7 @@ from lrlhf.modules import (
     Reference,
     Update,
 )
-from lrlhf.modules.policy.complete_settings import assemble_algorithm
+from lrlhf.modules.policy.settings import assemble_algorithm
 from lrlhf.rewards import JudgeReward, Rewards
 from lrlhf.rollout import Sampling
 from tests.modules.policy_runs import letters
@@ -127,7 +127,7 @@ def test_where_the_penalty_goes_and_how_strong_it_is(
     module = build(**({"reference": Reference()} | options))
     assert module.settings.algorithm.kl_in == placement
     assert module.settings.kl_coef == module.kl_coef == coef
-    assert (module.parts.reference is None) == (coef == 0)
+    assert (module.reference is None) == (coef == 0)
 
 
 @pytest.mark.parametrize(
@@ -286,3 +286,15 @@ def test_names_and_options_of_an_algorithm_are_checked(
 ) -> None:
     with pytest.raises(ValueError, match=culprit):
         assembled(Advantage(**advantage), Update(**update))
+
+
+def test_type_checkers_see_the_options_that_ppo_passes_on() -> None:
+    written = inspect.signature(PolicyModule).parameters
+    passed_on = {name: one for name, one in written.items() if one.kind is one.KEYWORD_ONLY}
+    assert {name: one.annotation for name, one in passed_on.items()} == {
+        name: kind.__forward_arg__ for name, kind in PolicyOptions.__annotations__.items()
+    }
+    assert list(inspect.signature(PPO).parameters) == [*written, "critic"]
+    for module in (RLOO, PPO):
+        documented = inspect.getdoc(module) or ""
+        assert all(f"    {name}: " in documented for name in inspect.signature(module).parameters)

@@ -16,8 +16,7 @@ from transformers import (
 )
 
 from lrlhf.modules import PPO, RLOO, Advantage
-from lrlhf.modules.policy.experience import as_experience, compute_advantages
-from lrlhf.modules.policy.running_moments import UNSCALED
+from lrlhf.modules.policy.experience import UNSCALED, as_experience, compute_advantages
 from lrlhf.rewards import ProcessReward, RewardFunction, Rewards, StepReward, StepValues
 from lrlhf.rollout import Collector, Response, Sampling, TransformersEngine, assemble_rollout
 from lrlhf.rollout.responses import untold_prompts

@@ -14,8 +14,7 @@ from lrlhf.functional.algorithm import Algorithm, Estimator, EstimatorInputs
 from lrlhf.functional.algorithms import ALGORITHMS
 from lrlhf.modules.metrics.metric_sums import MetricSums
 from lrlhf.modules.metrics.rollout_metrics import measure_rollout
-from lrlhf.modules.policy.sampler import Sampler
-from lrlhf.modules.policy.teaching_groups import teaching_groups
+from lrlhf.modules.policy.sample import Sampler, teaching_groups
 from lrlhf.modules.settings import Advantage
 from lrlhf.rewards import RewardResult
 from lrlhf.rollout import Collected, collect_different

@@ -8,8 +8,12 @@ import torch
 
 from lrlhf.functional import resolve_algorithm
 from lrlhf.modules import Advantage, Update
-from lrlhf.modules.policy.experience import as_experience, compute_advantages
-from lrlhf.modules.policy.running_moments import UNSCALED, ScoreMoments
+from lrlhf.modules.policy.experience import (
+    UNSCALED,
+    ScoreMoments,
+    as_experience,
+    compute_advantages,
+)
 from lrlhf.types import Experience
 from tests.modules.policy_runs import one_process
 from tests.modules.test_policy_objective import (

@@ -118,9 +118,7 @@ def measure_update(
     mask = micro.loss_mask
     tokens = mask.sum()
     old = micro.old_logprobs
-    if old is None:
-        old = logprobs
-        measure_mismatch(logprobs, micro, metrics)
+    assert old is not None
     bounds = loss.clip_range
     low, high = (math.inf, math.inf) if bounds is None else bounds
     measured = policy_metrics(logprobs, old, mask, clip_low=low, clip_high=high)

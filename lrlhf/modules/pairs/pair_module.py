@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.guard import Anomaly, Guard, Retaken, StepBundle
+from lrlhf.guard import Anomaly, Guard, ReplayedStep, StepBundle
 from lrlhf.guard.guard_settings import refuse_policy_limits
 from lrlhf.models.peak_memory import GIB, PEAK_MEMORY, peak_memory
 from lrlhf.modules.base import TrainingModule
@@ -220,10 +220,10 @@ class PairModule(TrainingModule):
 
     @property
     def step_names(self) -> tuple[str, ...]:
-        """The steps that `retake` knows."""
+        """The steps that `replay_step` knows."""
         return (self.stage,)
 
-    def retake(self, bundle: StepBundle) -> Retaken:
+    def replay_step(self, bundle: StepBundle) -> ReplayedStep:
         """Take the step of a dump again, see `lrlhf.guard.dump_replay.Replayable`."""
         optimizer = self.optimizers()
         assert isinstance(optimizer, LightningOptimizer)
@@ -232,7 +232,7 @@ class PairModule(TrainingModule):
             self.manual_backward(self._loss(batch.to(self.device), seed))
         records = step_records(self._step.micro_batches, self.head_names, self.tokenizer)
         optimizer.step()
-        return Retaken(records)
+        return ReplayedStep(records)
 
     # ---- evaluation
 

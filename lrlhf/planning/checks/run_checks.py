@@ -8,8 +8,8 @@ from typing import Any, Protocol, TypeVar
 
 import lightning as L
 
-from lrlhf.modules.policy.batch_plan import BatchPlan, Quantity
-from lrlhf.modules.policy.policy_settings import PolicySettings
+from lrlhf.modules.policy.iteration import BatchPlan, Quantity
+from lrlhf.modules.policy.settings import PolicySettings
 from lrlhf.planning.checks.data_rows import (
     LookedAt,
     check_environment_columns,

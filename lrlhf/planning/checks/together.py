@@ -15,9 +15,9 @@ from lrlhf.callbacks.kl_control import NOTHING_TO_ADAPT
 from lrlhf.datamodules import RowDataModule
 from lrlhf.datamodules.loading.splits import FirstRows
 from lrlhf.models import TextLimits
-from lrlhf.modules.policy.batch_plan import BatchPlan, Quantity
-from lrlhf.modules.policy.policy_settings import PolicySettings
-from lrlhf.modules.policy.sampler_checks import check_beside, check_compared, check_evaluation
+from lrlhf.modules.policy.iteration import BatchPlan, Quantity
+from lrlhf.modules.policy.sample import check_beside, check_compared, check_evaluation
+from lrlhf.modules.policy.settings import PolicySettings
 from lrlhf.planning.batch_sizes import has_batch_plan, planned_batches
 from lrlhf.planning.checks.data_rows import LookedAt
 from lrlhf.planning.checks.mistake import MistakeError

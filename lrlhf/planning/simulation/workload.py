@@ -15,7 +15,7 @@ from lrlhf.models import (
     plain_model,
 )
 from lrlhf.models.loading.meta import skeleton
-from lrlhf.modules.policy.batch_plan import BatchPlan
+from lrlhf.modules.policy.iteration import BatchPlan
 from lrlhf.planning.config_entries import is_a, options_of, spec_of
 from lrlhf.planning.policy_models import kl_penalty, reference_spec, reward_models, teacher_spec
 from lrlhf.planning.simulation.hardware import GPU

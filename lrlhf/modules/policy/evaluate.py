@@ -12,11 +12,15 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lrlhf.functional.names import unknown_name
-from lrlhf.modules.metrics.measurement import Measurement, measured_mean, measured_share
+from lrlhf.modules.metrics.measurement import (
+    Measurement,
+    measured_mean,
+    measured_share,
+)
 from lrlhf.modules.policy.iteration import Iteration
-from lrlhf.modules.policy.policy_settings import PolicySettings
-from lrlhf.modules.policy.sampler import Sampler
-from lrlhf.modules.policy.teaching import EVALUATED
+from lrlhf.modules.policy.sample import Sampler
+from lrlhf.modules.policy.settings import PolicySettings
+from lrlhf.modules.policy.teacher import EVALUATED
 from lrlhf.modules.settings import Evaluation
 from lrlhf.rewards import Rewards
 from lrlhf.rewards.functions.one_by_one import UnjudgedError
