@@ -1,4 +1,4 @@
-"""Takes the step of a dump again, and says where it goes wrong."""
+"""Replays the step of a dump, and reports where it goes wrong."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lrlhf.guard.anomalies import Anomaly, IterationSums, judge
-from lrlhf.guard.bundle import StepBundle
-from lrlhf.guard.dump import Dump, read_dump, read_state
+from lrlhf.guard.dump import Dump, StepBundle, read_dump, read_state
 from lrlhf.guard.step_guard import StepGuard
 from lrlhf.models.sharding import load_state
 
@@ -38,7 +37,7 @@ class ReplayedStep(NamedTuple):
 
 @runtime_checkable
 class Replayable(Protocol):
-    """A module whose steps can be taken again."""
+    """A module whose steps can be replayed."""
 
     step_guard: StepGuard
 
@@ -47,7 +46,7 @@ class Replayable(Protocol):
         """Stages of the bundles that it knows."""
 
     def replay_step(self, bundle: StepBundle) -> ReplayedStep:
-        """Take the step of a bundle again, with the code that took it.
+        """Replay the step of a bundle, with the code that took it.
 
         It is called inside of a training step of manual optimization, with the weights and the
         module's own state as the step found them.
@@ -56,7 +55,7 @@ class Replayable(Protocol):
 
 @dataclass
 class RankReplay:
-    """What one process's part of a step came to, taken again.
+    """The replay of one process's part of a step.
 
     Attributes:
         rank: The process.

@@ -15,11 +15,9 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 
-from lrlhf.guard.anomalies import Anomaly
-from lrlhf.guard.bundle import StepBundle
-from lrlhf.guard.guard_settings import Guard
+from lrlhf.guard.anomalies import Anomaly, Guard, StepVerdict
+from lrlhf.guard.dump import StepBundle
 from lrlhf.guard.step_guard import StepGuard
-from lrlhf.guard.step_watch import StepVerdict
 from lrlhf.models import ReferencePolicy, TextLimits, TokenBudget, limits_of
 from lrlhf.models.in_brief import in_brief
 from lrlhf.models.loading.unread import read, reading

@@ -16,11 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from lrlhf.arguments import brief
 from lrlhf.environments import Episodes
 from lrlhf.functional.algorithm import Algorithm
-from lrlhf.guard.anomalies import measure
-from lrlhf.guard.bundle import StepBundle
+from lrlhf.guard.anomalies import Guard, StepWatch, measure
+from lrlhf.guard.dump import StepBundle
 from lrlhf.guard.dump_replay import ReplayedStep
-from lrlhf.guard.guard_settings import Guard
-from lrlhf.guard.step_watch import StepWatch
 from lrlhf.models import (
     CausalLM,
     ReferencePolicy,
@@ -38,7 +36,7 @@ from lrlhf.modules.metrics.rollout_metrics import explained_variance
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.modules.policy.critic import ValueFunction, check_critic, load_value_function
 from lrlhf.modules.policy.evaluate import Evaluator, metrics_of
-from lrlhf.modules.policy.experience import RunningMoments, ScoreMoments, with_advantages
+from lrlhf.modules.policy.experience import RunningScores, ScoreStatistics, with_advantages
 from lrlhf.modules.policy.generate import generate, sample
 from lrlhf.modules.policy.guard import ITERATION, describe_rows
 from lrlhf.modules.policy.iteration import BatchPlan, Iteration, plan_batches
@@ -47,7 +45,7 @@ from lrlhf.modules.policy.objective import PolicyStep
 from lrlhf.modules.policy.sample import Sampler
 from lrlhf.modules.policy.score import Scorer
 from lrlhf.modules.policy.settings import PolicySettings
-from lrlhf.modules.policy.teacher import Teaching
+from lrlhf.modules.policy.teacher import RunTeacher
 from lrlhf.modules.settings import (
     Advantage,
     Critic,
@@ -226,8 +224,8 @@ class PolicyModule(TrainingModule):
         if update.router_loss_coef > 0:
             check_has_experts(loaded.model)
         self.reference = load_reference(loaded.model, settings)
-        self.teacher = None if teacher is None else Teaching(loaded, settings, self.engine)
-        self.running_scores = RunningMoments()
+        self.teacher = None if teacher is None else RunTeacher(loaded, settings, self.engine)
+        self.running_scores = RunningScores()
         self.scorer = Scorer(
             loaded.model,
             self.reference,
@@ -235,7 +233,7 @@ class PolicyModule(TrainingModule):
             settings,
             critic=self.values,
             models=self.trainable_models(),
-            teaching=self.teacher,
+            teacher=self.teacher,
         )
         self.evaluator = Evaluator(
             self.sampler,
@@ -253,7 +251,7 @@ class PolicyModule(TrainingModule):
         self._shown_plan = ""
         self.stateful |= {
             "kl": _KLState(self),
-            "moments": self.running_scores,
+            "running_scores": self.running_scores,
             "sampler": self.sampler,
             "token_budget": self.token_budget,
             "reference": _ReferenceState(self.reference, settings),
@@ -303,19 +301,19 @@ class PolicyModule(TrainingModule):
         if self.values is not None:
             self.values.follow(entering, step=it.step)
         experience = self.scorer(experience, it)
-        return with_advantages(experience, self.running_scores.moments, self.settings, it)
+        return with_advantages(experience, self.running_scores.statistics, self.settings, it)
 
-    def _enter_scores(self, it: Iteration) -> ScoreMoments:
-        """Return the moments of the scores as advantages are made of them, the unit of values."""
+    def _enter_scores(self, it: Iteration) -> ScoreStatistics:
+        """Return the statistics of the scores that advantages are made of; they scale values."""
         scale = self.settings.advantage.scale_rewards
-        entering = self.running_scores.moments.as_they_enter(scale)
-        it.value_unit = entering.deviation
+        entering = self.running_scores.statistics.of_scaled(scale)
+        it.value_unit = entering.std
         return entering
 
     def finish(self, experience: Experience, it: Iteration) -> None:
         """Advance schedules and reference, and log what was trained on."""
         advance_schedules(self, [one.freeze_steps for one in self.stepped_optimizers()])
-        self.token_budget.settle(it.ranks.least)
+        self.token_budget.update(it.ranks.least)
         if self.teacher is not None:
             self.teacher.rest()
         mix_reference(self.reference, self.policy, self.settings.reference, it)
@@ -337,7 +335,7 @@ class PolicyModule(TrainingModule):
         return (ITERATION, *self.optimizer_steps())
 
     def replay_step(self, bundle: StepBundle) -> ReplayedStep:
-        """Take the step of a bundle again, see `lrlhf.guard.dump_replay.Replayable`."""
+        """Replay the step of a bundle, see `lrlhf.guard.dump_replay.Replayable`."""
         it = self._iteration(bundle.seeds[0])
         if bundle.stage == ITERATION:
             experience = bundle.batches["experience"].to(it.device)
@@ -478,7 +476,7 @@ def plan_iteration(
         num_minibatches=settings.update.num_minibatches,
         default_minibatches=settings.default_minibatches,
         kept_prompts=sampling.prompts if sampling and not stored else None,
-        beside=() if stored else settings.algorithm.beside,
+        extra_samples=() if stored else settings.algorithm.extra_samples,
     )
 
 
@@ -502,8 +500,8 @@ def advance_schedules(module: TrainingModule, freeze_steps: Sequence[int]) -> No
 
     Args:
         module: Its optimizers in their order.
-        freeze_steps: Iterations at the start in which each waits: a schedule begins when its model
-            begins to learn.
+        freeze_steps: Iterations at the start in which each is frozen: a schedule begins when its
+            model begins to learn.
     """
     for index, frozen in enumerate(freeze_steps):
         if module.global_step >= frozen:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.functional.masking import masked_sum
-from lrlhf.guard.bundle import StepBundle
+from lrlhf.guard.anomalies import Guard, refuse_policy_limits
+from lrlhf.guard.dump import StepBundle
 from lrlhf.guard.dump_replay import ReplayedStep
-from lrlhf.guard.guard_settings import Guard, refuse_policy_limits
 from lrlhf.media import MediaProcessor
 from lrlhf.modules.base import SteppedOptimizer, TrainingModule
 from lrlhf.modules.metrics.metric_sums import MetricSums
@@ -159,7 +159,7 @@ class RowModule(TrainingModule, Generic[RowsT]):
         with it.phase("update"):
             self._take(self.rows_of(batch, training=True), it, batch.places)
         self.advance_schedule(0)
-        self.token_budget.settle(it.ranks.least)
+        self.token_budget.update(it.ranks.least)
         it.measure_costs(float(batch.attention_mask.sum()))
         for name, count in self.step_guard.metrics().items():
             it.metrics.add(name, count, 1.0)
@@ -212,7 +212,7 @@ class RowModule(TrainingModule, Generic[RowsT]):
         return (self.stage,)
 
     def replay_step(self, bundle: StepBundle) -> ReplayedStep:
-        """Take the step of a dump again, see `lrlhf.guard.dump_replay.Replayable`."""
+        """Replay the step of a dump, see `lrlhf.guard.dump_replay.Replayable`."""
         part: Any = bundle.batches["part"]
         self._take(part, Iteration(self, seeds=bundle.seeds[0]))
         return ReplayedStep(self.records_of(part, None))

@@ -222,7 +222,7 @@ class SaveAtEnd(L.Callback):
         if isinstance(pl_module, RLOO | PPO):
             state |= {
                 "kl_coef": pl_module.kl_coef,
-                "moments": pl_module.running_scores.state_dict(),
+                "running_scores": pl_module.running_scores.state_dict(),
             }
         shared = {"weights": _whole(weights), "averages": _whole(averages["shadows"])}
         torch.save({**state, **shared}, self.folder / f"rank{trainer.global_rank}.pt")

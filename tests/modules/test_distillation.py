@@ -264,7 +264,7 @@ def test_a_teacher_of_the_policys_weights_moves_nothing(learner, train, model_fo
 # ---- beside what else a run may have
 
 
-def test_beside_rewards_the_teachers_term_is_added_to_the_advantages(learner, train) -> None:
+def test_extra_samples_rewards_the_teachers_term_is_added_to_the_advantages(learner, train) -> None:
     options: dict[str, Any] = {
         "rewards": Rewards([letters]),
         "algorithm": "grpo",

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch.nn.functional import dropout
 
-from lrlhf.guard.bundle import NotADumpError
-from lrlhf.guard.dump import read_dump, read_state
+from lrlhf.guard.dump import NotADumpError, read_dump, read_state
 from lrlhf.modules import PPO, RLOO, Critic, Guard, OptimizerConfig, Update, replay_dump
 from lrlhf.rollout import RolloutListener
 from lrlhf.types import Experience

@@ -1,5 +1,7 @@
 """The parts of an iteration by themselves: built, given their inputs, asked for their results."""
 
+import inspect
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.models import TokenBudget, frozen_reference
-from lrlhf.modules import Advantage, Evaluation, Reference, Update
+from lrlhf.modules import RLOO, Update
 from lrlhf.modules.policy.experience import as_experience
 from lrlhf.modules.policy.iteration import Iteration
 from lrlhf.modules.policy.load_policy import LoadedPolicy
@@ -22,22 +24,11 @@ from lrlhf.types import PromptBatch, Rollout
 
 
 def settings_of(**options: Any) -> PolicySettings:
-    defaults: dict[str, Any] = {
-        "algorithm": None,
-        "num_generations": 2,
-        "sampling": Sampling(max_new_tokens=4),
-        "eval_sampling": None,
-        "evaluation": Evaluation(),
-        "reference": Reference(),
-        "advantage": Advantage(),
-        "update": Update(),
-        "importance_sampling": None,
-        "dynamic_sampling": None,
-        "max_staleness": 0,
-        "allow_truncated_sampling": False,
-        "episodes": None,
-    }
-    return PolicySettings.complete(default_algorithm="rloo", **(defaults | options))
+    names = {field.name for field in fields(PolicySettings)}
+    written = inspect.signature(RLOO).parameters.items()
+    defaults = {name: one.default for name, one in written if name in names}
+    own = {"num_generations": 2, "sampling": Sampling(max_new_tokens=4)}
+    return PolicySettings.complete(default_algorithm="rloo", **(defaults | own | options))
 
 
 def iteration(rank: int = 0, world_size: int = 1) -> Iteration:

@@ -221,7 +221,7 @@ def test_a_resumed_run_ends_in_the_same_state(ppo, train, critic_of, tmp_path) -
             "critic": module.critic.state_dict(),
             "reference": module.reference.state_dict(),
             "kl_coef": module.kl_coef,
-            "moments": module.running_scores.state_dict(),
+            "running_scores": module.running_scores.state_dict(),
             "callbacks": [callback.state_dict() for callback in callbacks[:2]],
             "step": trainer.global_step,
             "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
@@ -237,7 +237,7 @@ def test_a_resumed_run_ends_in_the_same_state(ppo, train, critic_of, tmp_path) -
     found = end_of(again, callbacks, ckpt_path=str(tmp_path / "step=000003.ckpt"))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert expected["kl_coef"] != 0.1
-    assert expected["moments"]["count"] == 5 * 8
+    assert expected["running_scores"]["count"] == 5 * 8
 
 
 # ---- options

@@ -1,5 +1,6 @@
 """What RLOO and PPO make of settings that are left out or impossible, from Python and from YAML."""
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,6 +23,7 @@ from lrlhf.modules import (
     Update,
 )
 from lrlhf.modules.policy.settings import assemble_algorithm
+from lrlhf.modules.policy_module import PolicyModule, PolicyOptions
 from lrlhf.rewards import JudgeReward, Rewards
 from lrlhf.rollout import Sampling
 from tests.modules.policy_runs import letters
@@ -131,15 +133,15 @@ def test_where_the_penalty_goes_and_how_strong_it_is(
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "estimator", "beside"),
+    ("algorithm", "estimator", "extra"),
     [("rloo", "remax", {"greedy": {"temperature": 0.0}}), ("remax", "grpo", {})],
 )
-def test_what_is_sampled_beside_follows_the_advantages(
-    algorithm: str, estimator: str, beside: dict[str, Any]
+def test_extra_samples_follow_the_advantages(
+    algorithm: str, estimator: str, extra: dict[str, Any]
 ) -> None:
     given = Advantage(estimator=estimator)
     chosen = assemble_algorithm(algorithm, default="rloo", advantage=given, update=Update())
-    assert chosen.beside == beside
+    assert chosen.extra_samples == extra
 
 
 @pytest.mark.parametrize(
@@ -290,11 +292,9 @@ def test_names_and_options_of_an_algorithm_are_checked(
 
 def test_type_checkers_see_the_options_that_ppo_passes_on() -> None:
     written = inspect.signature(PolicyModule).parameters
-    passed_on = {name: one for name, one in written.items() if one.kind is one.KEYWORD_ONLY}
-    assert {name: one.annotation for name, one in passed_on.items()} == {
-        name: kind.__forward_arg__ for name, kind in PolicyOptions.__annotations__.items()
-    }
-    assert list(inspect.signature(PPO).parameters) == [*written, "critic"]
-    for module in (RLOO, PPO):
-        documented = inspect.getdoc(module) or ""
-        assert all(f"    {name}: " in documented for name in inspect.signature(module).parameters)
+    types = {name: kind.__forward_arg__ for name, kind in PolicyOptions.__annotations__.items()}
+    assert {name: one.annotation for name, one in written.items() if name in types} == types
+    assert [*written] == ["policy", "rewards", *types]
+    assert [*inspect.signature(PPO).parameters] == [*written, "critic"]
+    documented = [f"    {name}: " for name in written]
+    assert all(line in (module.__doc__ or "") for module in (RLOO, PPO) for line in documented)

@@ -164,8 +164,6 @@ def test_gae_sees_each_reward_at_its_step_by_hand(tokenizer: PreTrainedTokenizer
         experience = as_experience(
             rollout,
             scores=torch.tensor([4.5]),
-            old_logprobs=None,
-            ref_logprobs=None,
             values=torch.zeros(rollout.input_ids.shape),
         )
         chosen = Advantage(**{**vars(settings), **changed})
@@ -177,7 +175,7 @@ def test_gae_sees_each_reward_at_its_step_by_hand(tokenizer: PreTrainedTokenizer
             kl_coef=0.0,
             num_generations=1,
             whiten=one_process().whiten,
-            moments=UNSCALED,
+            statistics=UNSCALED,
         )
         numbers: list[float] = found.advantages[0].tolist()
         return numbers

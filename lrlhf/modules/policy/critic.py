@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.functional.algorithm import Algorithm
-from lrlhf.guard.step_watch import StepWatch
+from lrlhf.guard.anomalies import StepWatch
 from lrlhf.models import (
     ValueHead,
     ValueModel,
@@ -22,7 +22,7 @@ from lrlhf.models import (
 from lrlhf.modules.base import SteppedOptimizer
 from lrlhf.modules.metrics.rollout_metrics import measure_values
 from lrlhf.modules.optimizers import OptimizerAndScheduler
-from lrlhf.modules.policy.experience import ScoreMoments
+from lrlhf.modules.policy.experience import ScoreStatistics
 from lrlhf.modules.policy.iteration import Iteration
 from lrlhf.modules.policy.load_policy import LoadedPolicy
 from lrlhf.modules.policy.objective import Denominators, PolicyStep, step_of, value_loss
@@ -51,10 +51,10 @@ class ValueFunction(NamedTuple):
         """What its optimizer trains."""
         return self.head if self.network is None else self.network
 
-    def follow(self, moments: ScoreMoments, *, step: int) -> None:
+    def follow(self, statistics: ScoreStatistics, *, step: int) -> None:
         """Have a new head that learns judge in units of the scores so far."""
         if self.head.is_new and step >= self.settings.freeze_steps:
-            self.head.measure_in(moments.deviation, moments.mean)
+            self.head.measure_in(statistics.std, statistics.mean)
 
     def optimizer(self, total_steps: float) -> OptimizerAndScheduler:
         """Build its optimizer: a new head is further from what it should be than a body.

@@ -183,7 +183,7 @@ class Evaluator:
                 chosen = [seed for own in seeds for seed in own[first : first + self._at_once]]
                 collected = self._sampler.answer(batch, one.sampling, chosen, it)
                 if self._distance is not None:
-                    collected = collected.with_beside(self._distance(collected.rollout, it))
+                    collected = collected.with_extra_values(self._distance(collected.rollout, it))
                 taken = [*self._taken(collected, prompts, one, first)]
                 records += taken
                 self._observe(taken, collected.rollout.truncated.tolist(), numbers, groups)
@@ -355,7 +355,7 @@ def _values(collected: Collected, row: int) -> dict[str, float]:
     per_function = zip(rewards.names, rewards.per_function[row].tolist(), strict=True)
     return {
         **dict(per_function),
-        **{name: float(column[row]) for name, column in collected.beside.items()},
+        **{name: float(column[row]) for name, column in collected.extra_values.items()},
         _SCORE: float(rewards.scores[row]),
         _LENGTH: float(rollout.response_mask[row].sum()),
         _TRUNCATED: float(rollout.truncated[row]),

@@ -30,36 +30,36 @@ from lrlhf.types import Experience, Rollout
 ScaleRewards: TypeAlias = Literal["none", "std", "mean_std"]
 
 
-class ScoreMoments(NamedTuple):
-    """Mean and deviation that scores, and values of them, are measured against."""
+class ScoreStatistics(NamedTuple):
+    """Mean and standard deviation that scores, and values of them, are measured against."""
 
     mean: float
-    deviation: float
+    std: float
 
     def scaled(self, scores: Float[Tensor, " B"], mode: ScaleRewards) -> Float[Tensor, " B"]:
-        """Divide by the deviation, and with ``mean_std`` subtract the mean before."""
+        """Divide by the standard deviation, and with ``mean_std`` subtract the mean before."""
         if mode == "none":
             return scores
         centre = self.mean if mode == "mean_std" else 0.0
-        return (scores - centre) / self.deviation
+        return (scores - centre) / self.std
 
     def scaled_parts(self, parts: Float[Tensor, "B T"], mode: ScaleRewards) -> Float[Tensor, "B T"]:
         """Divide what is only a part of a score; the mean goes off the rest of it."""
-        return parts if mode == "none" else parts / self.deviation
+        return parts if mode == "none" else parts / self.std
 
-    def as_they_enter(self, mode: ScaleRewards) -> ScoreMoments:
-        """Return the moments of the scores after `scaled`."""
+    def of_scaled(self, mode: ScaleRewards) -> ScoreStatistics:
+        """Return the statistics of the scores after `scaled`."""
         if mode == "none":
             return self
         centre = 0.0 if mode == "mean_std" else self.mean
-        return ScoreMoments(centre / self.deviation, 1.0)
+        return ScoreStatistics(centre / self.std, 1.0)
 
 
-UNSCALED = ScoreMoments(mean=0.0, deviation=1.0)
+UNSCALED = ScoreStatistics(mean=0.0, std=1.0)
 
 
-class RunningMoments:
-    """Counts scores over all ranks and iterations.
+class RunningScores:
+    """Running mean and standard deviation of the scores of all ranks and iterations.
 
     A batch is counted before it is scaled, so the first one is scaled by its own deviation.
     """
@@ -71,14 +71,14 @@ class RunningMoments:
         """Sum of the squared distances from the mean."""
 
     @property
-    def deviation(self) -> float:
+    def std(self) -> float:
         """Standard deviation (Bessel-corrected); 1 before two scores are known."""
         if self.count < 2 or self.squares <= 0:
             return 1.0
         return float((self.squares / (self.count - 1)) ** 0.5)
 
-    def update(self, scores: Float[Tensor, " B"], collectives: Collectives) -> ScoreMoments:
-        """Count the finite scores of all ranks; returns the moments with them.
+    def update(self, scores: Float[Tensor, " B"], collectives: Collectives) -> ScoreStatistics:
+        """Count the finite scores of all ranks; returns the statistics with them.
 
         Reference:
             Chan, Golub, LeVeque 1979, eq. 2.1 (combining the moments of two samples)
@@ -87,7 +87,7 @@ class RunningMoments:
         total = collectives.sum(torch.stack([finite.sum(), torch.ones_like(finite).sum()]))
         count = float(total[1])
         if count == 0:
-            return self.moments
+            return self.statistics
         mean = float(total[0]) / count
         squares = float(collectives.sum((finite - mean).square().sum()))
         distance = mean - self.mean
@@ -95,12 +95,12 @@ class RunningMoments:
         self.squares += squares + distance**2 * self.count * count / combined
         self.mean += distance * count / combined
         self.count = combined
-        return self.moments
+        return self.statistics
 
     @property
-    def moments(self) -> ScoreMoments:
-        """Mean and deviation so far."""
-        return ScoreMoments(self.mean, self.deviation)
+    def statistics(self) -> ScoreStatistics:
+        """Mean and standard deviation so far."""
+        return ScoreStatistics(self.mean, self.std)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs."""
@@ -117,20 +117,20 @@ Whiten = Callable[..., Tensor]
 
 @torch.no_grad()
 def with_advantages(
-    experience: Experience, moments: ScoreMoments, settings: PolicySettings, it: Iteration
+    experience: Experience, statistics: ScoreStatistics, settings: PolicySettings, it: Iteration
 ) -> Experience:
     """Compute advantages, importance weights, and which tokens are trained on.
 
     Args:
         experience: Responses with their scores, log-probabilities and values before the update.
-        moments: Of the scores so far, these included.
+        statistics: Of the scores so far, these included.
         settings: Of the run.
         it: The iteration; its ranks whiten together, its metrics are told what was clipped.
     """
     if experience.old_logprobs is not None:
         experience = start_from(experience, experience.old_logprobs, settings, it)
     if settings.advantage.scale_rewards != "none":
-        it.metrics.add("rollout/running_std", moments.deviation, 1.0)
+        it.metrics.add("rollout/running_std", statistics.std, 1.0)
     experience = compute_advantages(
         experience,
         algorithm=settings.algorithm,
@@ -139,10 +139,10 @@ def with_advantages(
         kl_coef=it.kl_coef,
         num_generations=settings.num_generations,
         whiten=it.ranks.whiten,
-        moments=moments,
+        statistics=statistics,
         columns=experience.columns,
         metrics=it.metrics,
-        taught=experience.teacher_advantages,
+        teacher_term=experience.teacher_advantages,
     )
     experience = replace(experience, teacher_advantages=None)
     if settings.sampling.starts_hot and experience.kept_mass is not None:
@@ -224,10 +224,10 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
     kl_coef: float,
     num_generations: int,
     whiten: Whiten,
-    moments: ScoreMoments = UNSCALED,
+    statistics: ScoreStatistics = UNSCALED,
     columns: Mapping[str, Tensor] | None = None,
     metrics: MetricSums | None = None,
-    taught: Tensor | None = None,
+    teacher_term: Tensor | None = None,
 ) -> Experience:
     """Turn the scores of a rollout into advantages per token.
 
@@ -246,11 +246,11 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
         kl_coef: Strength of the penalty.
         num_generations: Responses per prompt.
         whiten: Whitens over all ranks.
-        moments: What scores, and those of ``algorithm.beside``, are scaled by.
+        statistics: What scores, and those of ``algorithm.extra_samples``, are scaled by.
         columns: ``[B]`` each, further ones for the estimator.
         metrics: Told the share of scores and advantages that were clipped.
-        taught: `[B, T]`, what a teacher adds to the advantages of all responses that are trained
-            on, before they are bounded; None: there is none.
+        teacher_term: `[B, T]`, what a teacher adds to the advantages of all responses that are
+            trained on, before they are bounded; None: there is none.
 
     Returns:
         The experience with ``advantages`` (0 outside the response), ``loss_mask``, ``counted``,
@@ -264,17 +264,17 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
     excluded = ~experience.counted
     if settings.truncated == "exclude":
         excluded = excluded | truncated
-    # what is sampled beside the responses is measured like their scores, and missed like them
+    # extra samples are measured like the scores, and missed like them
     columns, missing = dict(columns or {}), experience.scores.isnan()
-    for name in algorithm.beside:
-        scaled = moments.scaled(columns[name], settings.scale_rewards)
+    for name in algorithm.extra_samples:
+        scaled = statistics.scaled(columns[name], settings.scale_rewards)
         columns[name] = _clipped_scores(scaled, settings.reward_clip_range, None)
         missing = missing | columns[name].isnan()
     if settings.unscorable == "exclude":
         excluded = excluded | missing
     left_out = excluded | truncated if settings.truncated == "trl" else excluded
     loss_mask = mask & ~left_out[:, None]
-    scores = moments.scaled(experience.scores, settings.scale_rewards)
+    scores = statistics.scaled(experience.scores, settings.scale_rewards)
     scores = _clipped_scores(scores, settings.reward_clip_range, metrics)
     scores = scores.masked_fill(missing, torch.nan)
     estimator = algorithm.estimator
@@ -289,7 +289,7 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
             values=experience.values,
             rows=columns,
             tokens=_token_columns(experience),
-            turn_rewards=_credited_turns(experience, algorithm, settings, moments),
+            turn_rewards=_credited_turns(experience, algorithm, settings, statistics),
             bootstrap_mask=truncated if settings.truncated == "bootstrap" else None,
         )
     )
@@ -307,8 +307,8 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
         scorable = has_baseline(scores, num_generations=num_generations)
     observed = mask & scorable[:, None]
     advantages = _normalized(advantages, observed, estimator.normalize, whiten)
-    if taught is not None:
-        advantages, observed = advantages + taught * loss_mask, observed | loss_mask
+    if teacher_term is not None:
+        advantages, observed = advantages + teacher_term * loss_mask, observed | loss_mask
     return replace(
         experience,
         advantages=_clipped_advantages(advantages, observed, settings.clip, metrics),
@@ -358,7 +358,7 @@ def score_columns(collected: Collected) -> dict[str, Tensor]:
     if rewards.weights is not None:
         weights = zip(rewards.names, rewards.weights.T, strict=True)
         columns |= {f"weight/{name}": column for name, column in weights}
-    return {**columns, **collected.beside}
+    return {**columns, **collected.extra_values}
 
 
 def trained_scores(collected: Collected, settings: Advantage, *, single: bool = False) -> Tensor:
@@ -402,13 +402,13 @@ def _clipped_advantages(
 
 
 def _credited_turns(
-    experience: Experience, algorithm: Algorithm, settings: Advantage, moments: ScoreMoments
+    experience: Experience, algorithm: Algorithm, settings: Advantage, statistics: ScoreStatistics
 ) -> Tensor | None:
     """`[B, T]` in the unit of the scaled scores; None: all of a score is the response's."""
     if experience.turn_rewards is None or settings.credit == "response":
         return None
     check_turn_rewards(algorithm)
-    return moments.scaled_parts(experience.turn_rewards, settings.scale_rewards)
+    return statistics.scaled_parts(experience.turn_rewards, settings.scale_rewards)
 
 
 def _token_columns(experience: Experience) -> dict[str, Tensor]:

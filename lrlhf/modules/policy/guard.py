@@ -12,6 +12,7 @@ from lrlhf.functional.algorithm import PolicyLoss
 from lrlhf.functional.masking import masked_mean, masked_sum
 from lrlhf.guard.anomalies import (
     IterationSums,
+    StepWatch,
     judge,
     locate_in,
     measure,
@@ -19,8 +20,7 @@ from lrlhf.guard.anomalies import (
     reference_kl,
     shown,
 )
-from lrlhf.guard.bundle import StepBundle
-from lrlhf.guard.step_watch import StepWatch
+from lrlhf.guard.dump import StepBundle
 from lrlhf.modules.policy.iteration import Iteration
 from lrlhf.types import Experience
 

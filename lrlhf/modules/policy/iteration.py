@@ -52,7 +52,7 @@ class BatchPlan:
         minibatch_size: Responses of all processes per optimizer step.
         num_iterations: Epochs over the responses.
         kept_prompts: Prompts of each process whose responses are trained on.
-        beside: What the algorithm samples for each prompt beside the responses.
+        extra_samples: What the algorithm samples for each prompt besides the responses.
     """
 
     prompts_per_rank: int
@@ -61,7 +61,7 @@ class BatchPlan:
     minibatch_size: int
     num_iterations: int
     kept_prompts: int
-    beside: tuple[str, ...] = ()
+    extra_samples: tuple[str, ...] = ()
 
     @property
     def prompts(self) -> int:
@@ -70,8 +70,8 @@ class BatchPlan:
 
     @property
     def responses_sampled(self) -> int:
-        """Responses of all processes that are sampled at most, those beside included."""
-        return self.prompts * (self.num_generations + len(self.beside))
+        """Responses of all processes that are sampled at most, extra samples included."""
+        return self.prompts * (self.num_generations + len(self.extra_samples))
 
     @property
     def responses_per_rank(self) -> int:
@@ -98,8 +98,8 @@ class BatchPlan:
         drops = self.kept_prompts < self.prompts_per_rank
         kept = "dynamic_sampling.prompts" if drops else "data.batch_size"
         processes = f"{self.world_size} process{'' if self.world_size == 1 else 'es'}"
-        beside = "".join(f" + 1 {name}" for name in self.beside)
-        each = f"(num_generations{beside})" if beside else "num_generations"
+        extra = "".join(f" + 1 {name}" for name in self.extra_samples)
+        each = f"(num_generations{extra})" if extra else "num_generations"
         trained = f"{kept} × num_generations × {processes}"
         quantities = [
             Quantity("prompts", self.prompts, f"data.batch_size × {processes}"),
@@ -135,7 +135,7 @@ def plan_batches(  # noqa: PLR0913  the numbers of an iteration
     num_minibatches: int | None = None,
     default_minibatches: int = 1,
     kept_prompts: int | None = None,
-    beside: Iterable[str] = (),
+    extra_samples: Iterable[str] = (),
 ) -> BatchPlan:
     """Work out the sizes of one iteration.
 
@@ -151,7 +151,7 @@ def plan_batches(  # noqa: PLR0913  the numbers of an iteration
         default_minibatches: What the module takes unless told.
         kept_prompts: Prompts of each process whose responses are trained on, where dynamic
             sampling drops the others; None: all.
-        beside: What the algorithm samples for each prompt beside the responses.
+        extra_samples: What the algorithm samples for each prompt besides the responses.
 
     Raises:
         ValueError: The sizes do not fit; names the option and the nearest sizes that would.
@@ -180,7 +180,7 @@ def plan_batches(  # noqa: PLR0913  the numbers of an iteration
         minibatch_size=minibatch_size,
         num_iterations=num_iterations,
         kept_prompts=kept,
-        beside=tuple(beside),
+        extra_samples=tuple(extra_samples),
     )
 
 

@@ -21,7 +21,7 @@ from lrlhf.functional.kl import kl_estimate
 from lrlhf.functional.masking import masked_mean
 from lrlhf.functional.policy import aggregate
 from lrlhf.functional.value_loss import clipped_value_loss
-from lrlhf.guard.step_watch import StepWatch
+from lrlhf.guard.anomalies import StepWatch
 from lrlhf.models import SequenceOutputs, said_tokens, sequence_logprobs, sequence_outputs
 from lrlhf.modules.base import SteppedOptimizer
 from lrlhf.modules.metrics.rollout_metrics import measure_mismatch, measure_update
@@ -30,7 +30,7 @@ from lrlhf.modules.policy.guard import describe_rows, show_probabilities
 from lrlhf.modules.policy.iteration import Iteration
 from lrlhf.modules.policy.load_policy import LoadedPolicy
 from lrlhf.modules.policy.settings import PolicySettings
-from lrlhf.modules.policy.teacher import Teaching, measure_distance
+from lrlhf.modules.policy.teacher import RunTeacher, measure_distance
 from lrlhf.modules.policy.update import OptimizerStep
 from lrlhf.modules.settings import Critic
 from lrlhf.types import Experience, SequenceBatch
@@ -215,22 +215,22 @@ class PolicyStep:
     Args:
         policy: The model, whose optimizer is the module's first, and its tokenizer.
         settings: Algorithm, update and sampling of the run.
-        teaching: The teacher; None: there is none.
+        teacher: The teacher; None: there is none.
     """
 
     stage = "policy"
     """What dumps call it."""
 
     def __init__(
-        self, policy: LoadedPolicy, settings: PolicySettings, teaching: Teaching | None = None
+        self, policy: LoadedPolicy, settings: PolicySettings, teacher: RunTeacher | None = None
     ) -> None:
         self._policy = policy.model
         self._settings, update = settings, settings.update
-        self._teaching = teaching if teaching and teaching.in_loss else None
+        self._teacher = teacher if teacher and teacher.in_loss else None
         self.optimizer = SteppedOptimizer(0, "policy", update.max_grad_norm, update.freeze_steps)
         models = [policy.model]
-        if self._teaching is not None and self._teaching.model is not None:
-            models.append(self._teaching.model.model)
+        if self._teacher is not None and self._teacher.model is not None:
+            models.append(self._teacher.model.model)
         self.optimizer_step = step_of(models, policy.tokenizer, settings)
         """Makes an `OptimizerStep` whose rows go through these models."""
 
@@ -282,7 +282,7 @@ class PolicyStep:
             it: The iteration, told the metrics.
             value_head: Reads the last hidden states; None: there is none.
         """
-        settings, teaching, share = self._settings, self._teaching, step.share
+        settings, teacher, share = self._settings, self._teacher, step.share
         update, loss = settings.update, settings.algorithm.loss
         out = sequence_outputs(
             self._policy,
@@ -292,8 +292,8 @@ class PolicyStep:
             entropy=update.entropy_coef > 0,
             value_head=value_head,
             router_loss=update.router_loss_coef > 0,
-            teacher=teaching.rows if teaching else None,
-            beta=teaching.settings.beta if teaching else 1.0,
+            teacher=teacher.rows if teacher else None,
+            beta=teacher.settings.beta if teacher else 1.0,
         )
         now = out.logprobs.detach()
         on_policy = micro.old_logprobs is None
@@ -315,7 +315,7 @@ class PolicyStep:
             max_new_tokens=settings.sampling.max_new_tokens,
             entropy=out.entropy,
             divergence=out.teacher and out.teacher.divergence,
-            teacher_coef=teaching.settings.coef if teaching else 0.0,
+            teacher_coef=teacher.settings.coef if teacher else 0.0,
         )
         total = terms.loss
         if out.router_loss is not None:

@@ -16,8 +16,7 @@ from lrlhf.datamodules.rows.chat import ChatFormat
 from lrlhf.datamodules.text import TextDataModule
 from lrlhf.functional.algorithm import Algorithm
 from lrlhf.functional.turns import turn_numbers, turn_sums
-from lrlhf.modules.metrics.constant_rewards import ConstantRewards
-from lrlhf.modules.metrics.rollout_metrics import measure_rollout
+from lrlhf.modules.metrics.rollout_metrics import ConstantRewards, measure_rollout
 from lrlhf.modules.policy.experience import (
     as_experience,
     compute_advantages,
@@ -36,8 +35,8 @@ from lrlhf.rollout import (
     RolloutEngine,
     RolloutQueue,
     Sampling,
-    beside_of,
     collect_different,
+    extra_values_of,
     groups_differ,
 )
 from lrlhf.rollout.engines.engine import check_format
@@ -45,8 +44,8 @@ from lrlhf.run import sample_seeds
 from lrlhf.run.step_numbers import last_step, model_step
 from lrlhf.types import Experience, PromptBatch, Rollout, StoredRollout
 
-_BESIDE_STREAM = 1_000_033
-"""Keeps the random numbers of what is sampled beside the responses apart from theirs."""
+_EXTRA_STREAM = 1_000_033
+"""Keeps the random numbers of extra samples apart from those of the responses."""
 
 
 @runtime_checkable
@@ -95,7 +94,7 @@ class Sampler:
         check_engine(engine, settings)
         check_generating_ahead(settings, rewards)
         check_compared(rewards, settings.num_generations)
-        check_beside(rewards, settings.algorithm.beside)
+        check_extra_samples(rewards, settings.algorithm.extra_samples)
         self._collector = Collector(
             engine, rewards, policy.tokenizer, shows_media=policy.processor is not None
         )
@@ -129,7 +128,7 @@ class Sampler:
             measured.rewards,
             it.metrics,
             num_generations=self._settings.num_generations,
-            teaches=self._teaches(measured),
+            informative=self._informative(measured),
         )
         if isinstance(batch, PromptBatch):
             chats = any(not isinstance(prompt, str) for prompt in batch.prompts)
@@ -160,14 +159,14 @@ class Sampler:
             num_generations=settings.num_generations,
             sampling=settings.sampling,
             allow_truncated_sampling=settings.allow_truncated_sampling,
-            beside=settings.algorithm.beside,
+            extra_samples=settings.algorithm.extra_samples,
             step=it.number,
             holds_copy=self._engine.capabilities.holds_copy,
         )
 
-    def _teaches(self, collected: Collected) -> Tensor:
+    def _informative(self, collected: Collected) -> Tensor:
         settings = self._settings
-        return teaching_groups(
+        return informative_groups(
             collected,
             settings.algorithm,
             settings.advantage,
@@ -180,7 +179,7 @@ class Sampler:
         return self._sample_part(batch, it.ranks.rank * len(batch), it)
 
     def _sample_part(self, prompts: PromptBatch, first: int, it: Iteration) -> Collected:
-        """Generate and score the responses to some prompts, and what belongs beside them.
+        """Generate and score the responses to some prompts, and the algorithm's extra samples.
 
         Args:
             prompts: Of this rank.
@@ -190,19 +189,19 @@ class Sampler:
         settings = self._settings
         seeds = self._seeds(first, len(prompts), it.step)
         collected = self._generate(prompts, settings.sampling, seeds, it)
-        beside: dict[str, Tensor] = {}
-        for number, (name, options) in enumerate(settings.algorithm.beside.items()):
+        extra: dict[str, Tensor] = {}
+        for number, (name, options) in enumerate(settings.algorithm.extra_samples.items()):
             plain = replace(settings.sampling, first_temperature=None, first_top_k=0)
             sampling = replace(plain, **options)
-            stream = _BESIDE_STREAM + number
+            stream = _EXTRA_STREAM + number
             seeds = [
                 sample_seeds(self._seed, it.step, stream, first + row, count=1)[0]
                 for row in range(len(prompts))
             ]
             # so few rows say nothing of how many cannot be scored
             alone = self._generate(prompts, sampling, seeds, it, limited=False)
-            beside[name] = alone.rewards.scores.repeat_interleave(settings.num_generations)
-        return collected.with_beside(beside) if beside else collected
+            extra[name] = alone.rewards.scores.repeat_interleave(settings.num_generations)
+        return collected.with_extra_values(extra) if extra else collected
 
     def _sample_until_different(
         self, batch: PromptBatch, it: Iteration
@@ -219,7 +218,7 @@ class Sampler:
             batch,
             lambda prompts, first: self._sample_part(prompts, offset + first, it),
             wanted=settings.dynamic_sampling.prompts,
-            teaches=self._teaches,
+            teaches=self._informative,
             num_generations=settings.num_generations,
             any_rank=it.ranks.any,
         )
@@ -358,7 +357,7 @@ class Sampler:
         self._ready = False
 
     def close(self) -> None:
-        """Drop what was generated ahead, and give back what engine and rewards hold."""
+        """Drop what was generated ahead, and release what engine and rewards hold."""
         if self._queue is not None:
             if self._queue.updates_in_flight:
                 self._engine.close()  # which ends what is in the making: it may be much
@@ -419,7 +418,7 @@ _ROUNDED = 1e-10
 
 
 @torch.no_grad()
-def teaching_groups(
+def informative_groups(
     collected: Collected,
     algorithm: Algorithm,
     settings: Advantage,
@@ -428,12 +427,12 @@ def teaching_groups(
 ) -> Bool[Tensor, " P"]:
     """Return which groups have responses that the algorithm learns from.
 
-    An estimator that compares scores, or has a baseline that was sampled beside them, is asked
-    itself: a group teaches if one of its tokens has an advantage. One that looks at single rewards
-    learns from groups in which any of them differs. Others learn something of any response; of
-    their groups those teach whose scores differ, or what the turns of their responses have earned,
-    where they look at turns. KL penalties and teachers are left out, as they say nothing of the
-    prompt.
+    An estimator that compares scores, or has extra samples for a baseline, is asked itself: a group
+    is informative if one of its tokens has an advantage. One that looks at single rewards learns
+    from groups in which any of them differs. Others learn something of any response; of their
+    groups those are informative whose scores differ, or what the turns of their responses have
+    earned, where they look at turns. KL penalties and teachers are left out, as they say nothing of
+    the prompt.
 
     Args:
         collected: Responses and their rewards, rows of one prompt consecutive.
@@ -442,7 +441,7 @@ def teaching_groups(
         num_generations: Responses per prompt.
     """
     estimator, rollout = algorithm.estimator, collected.rollout
-    compares = estimator.groups or bool(algorithm.beside)
+    compares = estimator.groups or bool(algorithm.extra_samples)
     if estimator.uses_values or estimator.uses_rewards or not compares:
         scores = trained_scores(collected, settings, single=estimator.uses_rewards)
         turns = _turns(rollout) if estimator.uses_turn_rewards else None
@@ -493,7 +492,7 @@ def check_stored(
     num_generations: int,
     sampling: Sampling,
     allow_truncated_sampling: bool,
-    beside: Iterable[str] = (),
+    extra_samples: Iterable[str] = (),
     step: int,
     holds_copy: bool,
 ) -> None:
@@ -505,7 +504,7 @@ def check_stored(
         sampling: Of this run.
         allow_truncated_sampling: Whether responses may come from top_p, top_k, min_p
             or min_new_tokens.
-        beside: What the algorithm samples beside the responses, whose scores it needs.
+        extra_samples: Of the algorithm, whose scores it needs.
         step: The iteration that it is trained on in.
         holds_copy: Whether this run's engine has a copy of the weights.
 
@@ -530,8 +529,8 @@ def check_stored(
         )
     if stored.as_recorded:
         _check_recorded(stored, step=step, holds_copy=holds_copy)
-    for name in beside:
-        if name not in stored.records[0].get("beside", {}):
+    for name in extra_samples:
+        if name not in stored.records[0].get("extra_values", {}):
             raise ValueError(
                 f"the algorithm compares with the score of {name!r}, which the stored rollout has "
                 "not: store it with the same algorithm, or choose another one"
@@ -612,7 +611,7 @@ def as_collected(stored: StoredRollout, *, step: int) -> tuple[Collected, Tensor
         [bool(record.get("filler", False)) for record in records],
         device=stored.rollout.truncated.device,
     )
-    return Collected(stored.rollout, result, records, beside_of(records)), filler
+    return Collected(stored.rollout, result, records, extra_values_of(records)), filler
 
 
 def _table(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Float[Tensor, "B K"]:
@@ -691,18 +690,18 @@ def check_compared(rewards: Rewards, num_generations: int) -> None:
         )
 
 
-def check_beside(rewards: Rewards, beside: Iterable[str]) -> None:
+def check_extra_samples(rewards: Rewards, extra_samples: Iterable[str]) -> None:
     """Refuse rewards that compare responses where the algorithm has one scored alone.
 
     Args:
         rewards: Of the training.
-        beside: What the algorithm samples beside the others, one to a prompt.
+        extra_samples: Of the algorithm, one to a prompt.
 
     Raises:
         ValueError: There is such a response, and such a reward.
     """
     names = comparing(rewards.functions)
-    if names and (alone := ", ".join(beside)):
+    if names and (alone := ", ".join(extra_samples)):
         raise ValueError(
             f"the algorithm has one more response to each prompt ({alone}) scored alone, and the "
             f"reward {names[0]!r} compares responses: take rloo, or {_SINGLE}"

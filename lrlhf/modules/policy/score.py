@@ -20,7 +20,7 @@ from lrlhf.modules.policy.critic import ValueFunction
 from lrlhf.modules.policy.experience import before_update
 from lrlhf.modules.policy.iteration import Iteration
 from lrlhf.modules.policy.settings import PolicySettings
-from lrlhf.modules.policy.teacher import Teaching, distance_of_responses, measure_distance
+from lrlhf.modules.policy.teacher import RunTeacher, distance_of_responses, measure_distance
 from lrlhf.modules.policy.update import plan_micro_batches
 from lrlhf.rollout import RolloutEngine, trim
 from lrlhf.types import Experience, Rollout, TeacherTokens
@@ -44,8 +44,8 @@ class Scorer:
         critic: Its values are wanted; None: there is none.
         engine: Generated the rollout.
         settings: Of the run.
-        models: All trained models, whose gathered weights are given back afterwards.
-        teaching: The teacher; None: there is none.
+        models: All trained models, whose gathered weights are released afterwards.
+        teacher: The teacher; None: there is none.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Scorer:
         *,
         critic: ValueFunction | None = None,
         models: Mapping[str, nn.Module],
-        teaching: Teaching | None = None,
+        teacher: RunTeacher | None = None,
     ) -> None:
         self._policy = policy
         self._reference = reference
@@ -65,7 +65,7 @@ class Scorer:
         self._engine = engine
         self._settings = settings
         self._models = dict(models)
-        self._teaching = teaching
+        self._teacher = teacher
 
     @torch.no_grad()
     def __call__(self, experience: Experience, it: Iteration) -> Experience:
@@ -78,7 +78,7 @@ class Scorer:
         experience = self.ask_teacher(experience, it)
         recorded = experience.old_source == "recorded"
         penalized = self._reference is not None and it.kl_coef > 0
-        taught = self._teaching is not None and not self._teaching.in_loss
+        taught = self._teacher is not None and not self._teacher.in_loss
         select = self._settings.update.high_entropy_fraction < 1
         rewarded = (penalized and self._settings.kl_in_reward) or taught
         needs_own = (
@@ -116,8 +116,8 @@ class Scorer:
         """Measure the distance to the teacher, and turn it into a part of the advantages."""
         policy, mask = before_update(experience), experience.response_mask
         measure_distance(distance, policy, mask, it.metrics)
-        assert self._teaching is not None
-        teacher = self._teaching.settings
+        assert self._teacher is not None
+        teacher = self._teacher.settings
         advantages = teacher_advantages(
             policy, distance.logprobs, mask, coef=teacher.coef, discount=teacher.discount
         )
@@ -128,8 +128,8 @@ class Scorer:
         update, rows = self._settings.update, len(rollout)
         several = update.num_iterations > 1 or self._settings.minibatch_rows(rows, it.ranks) < rows
         # without an update to show it, how far engine and trainer are apart is measured here
-        waits = it.step < update.freeze_steps
-        return several or waits or rewarded
+        frozen = it.step < update.freeze_steps
+        return several or frozen or rewarded
 
     def _generates_exactly(self, rollout: Rollout, it: Iteration) -> bool:
         """Whether the log-probabilities of the engine are the policy's own."""
@@ -147,16 +147,16 @@ class Scorer:
     @torch.no_grad()
     def ask_teacher(self, rollout: RolloutT, it: Iteration) -> RolloutT:
         """Have the teacher say what is kept with a rollout, where it is asked only once."""
-        teaching = self._teaching
-        if teaching is None or not teaching.keeps_tokens:
+        teacher = self._teacher
+        if teacher is None or not teacher.keeps_tokens:
             return rollout
-        if teaching.model is None:
-            return replace(rollout, teacher=teaching.tokens(rollout))
+        if teacher.model is None:
+            return replace(rollout, teacher=teacher.tokens(rollout))
         with looking_once():
             kept = self._in_micro_batches(
-                rollout, [teaching.model.model], lambda part: _columns(teaching.tokens(part)), it
+                rollout, [teacher.model.model], lambda part: _columns(teacher.tokens(part)), it
             )
-        teaching.rest()
+        teacher.rest()
         chosen, ids, logprobs = cast(list[Tensor], kept)
         tokens = TeacherTokens(logprobs=chosen, top_ids=ids, top_logprobs=logprobs)
         return replace(rollout, teacher=tokens)
@@ -164,8 +164,8 @@ class Scorer:
     @torch.no_grad()
     def distance(self, rollout: Rollout, it: Iteration) -> dict[str, Tensor]:
         """Compare policy and teacher on responses of an evaluation; `[B]` by name."""
-        assert self._teaching is not None
-        if self._teaching.model is None:
+        assert self._teacher is not None
+        if self._teacher.model is None:
             rollout = self.ask_teacher(rollout, it)
         self._policy.eval()
         with looking_once():
@@ -204,7 +204,7 @@ class Scorer:
         value_head: ValueHead | None,
         taught: bool,
     ) -> _Outputs:
-        teaching = self._teaching
+        teacher = self._teacher
 
         def forward(part: Rollout) -> list[Tensor | None]:
             out = sequence_outputs(
@@ -214,13 +214,13 @@ class Scorer:
                 chunk_size=self._settings.update.logprob_chunk,
                 entropy=entropy,
                 value_head=value_head,
-                teacher=teaching.rows if teaching and taught else None,
+                teacher=teacher.rows if teacher and taught else None,
             )
             return [out.logprobs, out.entropy, out.values, *(out.teacher or ())]
 
         models = [self._policy]
-        if teaching and taught and teaching.model is not None and rollout.teacher is None:
-            models.append(teaching.model.model)
+        if teacher and taught and teacher.model is not None and rollout.teacher is None:
+            models.append(teacher.model.model)
         logprobs, own_entropy, values, *distance = self._in_micro_batches(
             rollout, models, forward, it
         )
@@ -275,13 +275,13 @@ class Scorer:
         return whole
 
     def _free_gathered(self) -> None:
-        """Give back what only the passes without gradients needed."""
+        """Release what only the passes without gradients needed."""
         for model in self._models.values():
             settle(model)
         if self._reference is not None:
             self._reference.rest(offload=self._settings.reference.offload)
-        if self._teaching is not None:
-            self._teaching.rest()
+        if self._teacher is not None:
+            self._teacher.rest()
 
 
 def _with_old(experience: Experience, own: Tensor | None, *, from_engine: bool) -> Experience:

@@ -238,7 +238,7 @@ def _check_sampling(settings: PolicySettings) -> None:
             "not come from the policy that is trained: leave it out (eval_sampling may have it), "
             "and let the reward `regex_format` teach the format"
         )
-    for name, options in settings.algorithm.beside.items():
+    for name, options in settings.algorithm.extra_samples.items():
         try:
             replace(settings.sampling, **options)
         except (TypeError, ValueError) as error:
@@ -253,11 +253,12 @@ def _check_staleness(settings: PolicySettings) -> None:
     """Refuse to generate ahead what depends on the weights or the scores of its iteration."""
     if settings.max_staleness < 0:
         raise ValueError(f"max_staleness is {settings.max_staleness}; it must be 0 or more")
-    if settings.max_staleness and settings.algorithm.beside:
+    if settings.max_staleness and settings.algorithm.extra_samples:
+        extra = ", ".join(settings.algorithm.extra_samples)
         raise ValueError(
             "max_staleness above 0 generates responses ahead, and algorithm "
-            f"{settings.algorithm.name!r} samples {', '.join(settings.algorithm.beside)} beside "
-            "them with the same weights: set max_staleness: 0"
+            f"{settings.algorithm.name!r} samples {extra} beside them with the same weights: set "
+            "max_staleness: 0"
         )
     if settings.max_staleness and settings.dynamic_sampling is not None:
         raise ValueError(
@@ -407,9 +408,9 @@ def assemble_algorithm(
     loss = base.loss if own or update.loss is None else resolve_policy_loss(update.loss)
     loss = _with_loss_options(loss, update)
     kl_in = base.kl_in if estimator.uses_kl else "loss"
-    # what is sampled beside the responses is sampled for the advantages
-    beside = resolve_algorithm(named).beside if named in ESTIMATORS else base.beside
-    return replace(base, estimator=estimator, loss=loss, kl_in=kl_in, beside=beside)
+    # extra samples are taken for the advantages
+    extra = resolve_algorithm(named).extra_samples if named in ESTIMATORS else base.extra_samples
+    return replace(base, estimator=estimator, loss=loss, kl_in=kl_in, extra_samples=extra)
 
 
 def _with_estimator_options(estimator: Estimator, name: str, advantage: Advantage) -> Estimator:

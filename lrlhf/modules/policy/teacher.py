@@ -28,7 +28,7 @@ EVALUATED = ("teacher_reverse_kl", "teacher_reverse_kl_sampled", "teacher_top_ag
 """Names of what an evaluation measures of each response."""
 
 
-class Teaching:
+class RunTeacher:
     """What says how probable tokens are to the teacher.
 
     Args:

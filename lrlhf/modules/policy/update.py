@@ -13,9 +13,8 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lrlhf.guard.anomalies import locate, locate_in
-from lrlhf.guard.bundle import StepBundle
-from lrlhf.guard.step_watch import StepWatch
+from lrlhf.guard.anomalies import StepWatch, locate, locate_in
+from lrlhf.guard.dump import StepBundle
 from lrlhf.models import looking_once, packs, plain_model
 from lrlhf.modules.base import SteppedOptimizer
 from lrlhf.modules.policy.iteration import Iteration

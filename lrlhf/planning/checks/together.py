@@ -16,7 +16,7 @@ from lrlhf.datamodules import RowDataModule
 from lrlhf.datamodules.loading.splits import FirstRows
 from lrlhf.models import TextLimits
 from lrlhf.modules.policy.iteration import BatchPlan, Quantity
-from lrlhf.modules.policy.sample import check_beside, check_compared, check_evaluation
+from lrlhf.modules.policy.sample import check_compared, check_evaluation, check_extra_samples
 from lrlhf.modules.policy.settings import PolicySettings
 from lrlhf.planning.batch_sizes import has_batch_plan, planned_batches
 from lrlhf.planning.checks.data_rows import LookedAt
@@ -121,7 +121,7 @@ def check_siblings(settings: PolicySettings | None, rewards: Rewards | None) -> 
         rest = str(error).removeprefix("num_generations is ")
         raise MistakeError(("model", "num_generations"), rest) from error
     try:
-        check_beside(rewards, settings.algorithm.beside)
+        check_extra_samples(rewards, settings.algorithm.extra_samples)
     except ValueError as error:
         raise MistakeError(("model", "rewards"), str(error)) from error
 
