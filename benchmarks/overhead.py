@@ -227,8 +227,8 @@ def _watch(clock: ExclusiveClock, trainer: L.Trainer, module: RLOO | RewardModel
             clock.watch(module.engine, "probe", "weight sync")
     for model in module.trainable_models().values():
         _watch_forward(clock, model)
-    if isinstance(module, RLOO) and module.parts.reference is not None:
-        clock.watch(module.parts.reference, "logprobs", "model forward")
+    if isinstance(module, RLOO) and module.reference is not None:
+        clock.watch(module.reference, "logprobs", "model forward")
     for name in ("token_logprobs", "chunked_logprobs"):
         _watch_everywhere(clock, logprobs, name, "log-probabilities")
     clock.watch(torch.autograd, "backward", "backward")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -77,6 +77,8 @@ class TensorBatch:
                 changed[field.name] = function(value)
             elif isinstance(value, TensorBatch):
                 changed[field.name] = value._mapped(function, seen)
+            elif isinstance(value, Mapping):
+                changed[field.name] = {name: function(column) for name, column in value.items()}
             elif seen is not None and field.name == "media" and value is not None:
                 changed[field.name] = _map_media(value, function, seen)
         return replace(self, **changed)
@@ -99,6 +101,10 @@ class TensorBatch:
                 changed[field.name] = value[rows.to(value.device)]
             elif isinstance(value, TensorBatch):
                 changed[field.name] = value.select(rows)
+            elif isinstance(value, Mapping):
+                changed[field.name] = {
+                    name: column[rows.to(column.device)] for name, column in value.items()
+                }
             elif isinstance(value, tuple):
                 changed[field.name] = tuple(value[position] for position in positions)
         return replace(self, **changed)
@@ -111,6 +117,8 @@ def _in_brief(value: Any) -> str:
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}{place}"
     if isinstance(value, TensorBatch):
         return repr(value).replace("\n", "\n  ")
+    if isinstance(value, Mapping):
+        return ", ".join(value) or "none"
     return f"{len(value)} rows" if isinstance(value, tuple) else repr(value)
 
 
@@ -386,8 +394,16 @@ class Experience(Rollout):
 
     scores: Float[Tensor, " B"]
     """Outcome reward of each sequence before any KL; NaN: no reward could score it."""
+    columns: Mapping[str, Float[Tensor, " B"]] | None = None
+    """What advantages are made of besides, by name: what each reward function gave
+    (``reward/<name>``) and what it counts (``weight/<name>``), and the scores of extra samples.
+    None: the advantages are computed."""
     old_logprobs: Float[Tensor, "B T"] | None = None
     """Of the policy that sampled the rollout; None: the first update is exactly on-policy."""
+    old_source: Literal["recorded", "engine", "policy"] | None = None
+    """Where ``old_logprobs`` come from: the engine of an earlier run, which recorded them with the
+    rollout; this run's engine, which computes as the policy does; a pass of the policy before the
+    update; None: the update's own first pass."""
     policy_logprobs: Float[Tensor, "B T"] | None = None
     """The policy's own before the update, where another one sampled the rollout (replay)."""
     advantages: Float[Tensor, "B T"]
@@ -406,6 +422,8 @@ class Experience(Rollout):
     returns: Float[Tensor, "B T"] | None = None
     entropy: Float[Tensor, "B T"] | None = None
     """Of the policy's next-token distributions before the update; None: it was not needed."""
+    teacher_advantages: Float[Tensor, "B T"] | None = None
+    """What a teacher adds to the advantages; None: nothing, or it is added."""
 
     @property
     def value_mask(self) -> Bool[Tensor, "B T"]:

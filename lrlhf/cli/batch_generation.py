@@ -30,7 +30,7 @@ from lrlhf.datamodules.rows.prompt_rows import (
     PromptTemplate,
     column_or_dialogue,
 )
-from lrlhf.modules.policy.text_generation import Answer, PromptReader, TextGenerator
+from lrlhf.modules.policy.generate import Answer, PromptReader, TextGenerator
 from lrlhf.rollout import Sampling, TransformersEngine
 from lrlhf.rollout.records import plain_json
 from lrlhf.run import sample_seeds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import lightning as L
@@ -15,8 +15,7 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lrlhf.cli.checks.mistake import MistakeError, RefusedError
 from lrlhf.cli.config_entries import class_of, is_ours, options_of
 from lrlhf.cli.parser import Parser
-from lrlhf.modules.policy.complete_settings import complete_settings
-from lrlhf.modules.policy.policy_settings import PolicySettings
+from lrlhf.modules.policy.settings import PolicySettings
 from lrlhf.rewards import Rewards
 from lrlhf.rewards.lookup import BUILTINS
 
@@ -103,21 +102,22 @@ class ConfigObjects:
             for name, value in options.items()
             if name not in _LOADED and _is_plain(value)
         }
-        needed = inspect.signature(complete_settings).parameters
         defaults: dict[str, Any] = {
-            name: getattr(owner, name, None) for name in needed if name.startswith("default_")
+            "default_algorithm": getattr(owner, "default_algorithm", None),
+            "default_minibatches": getattr(owner, "default_minibatches", None),
+            "scored": options.get("rewards") is not None,
         }
-        defaults["scored"] = options.get("rewards") is not None
+        needed = {field.name for field in fields(PolicySettings)}
         parser = Parser()
         try:
             names = inspect.signature(owner).parameters
             skip: set[str | int] = {name for name in names if name not in given}
             parser.add_class_arguments(owner, "it", skip=skip, instantiate=False)
             made = parser.instantiate_classes(parser.parse_object({"it": given})).it
-            if defaults["default_algorithm"] is None or {*needed} - {*given, *defaults}:
+            if defaults["default_algorithm"] is None or needed - {*given, *defaults}:
                 return None
             chosen = {name: made[name] for name in needed if name in given}
-            return complete_settings(**chosen, **defaults)
+            return PolicySettings.complete(**chosen, **defaults)
         except Exception as error:
             raise RefusedError from error
 

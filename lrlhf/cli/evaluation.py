@@ -19,7 +19,7 @@ from lrlhf.cli.model_evaluation import MODEL_OPTIONS, export_folder, is_export
 from lrlhf.modules import DPO
 from lrlhf.modules.dpo import resolve_preference_loss
 from lrlhf.modules.metrics.measurement import HasMeasurements, Measurement
-from lrlhf.modules.policy.batch_plan import plain_text
+from lrlhf.modules.policy.iteration import plain_text
 from lrlhf.secrets import safe
 
 EVALUATIONS = ("validate", "test", "predict")

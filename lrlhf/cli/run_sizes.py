@@ -10,7 +10,7 @@ from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 
 from lrlhf.cli.config_entries import class_of, options_of
 from lrlhf.functional.algorithms import ALGORITHMS, ALIASES, resolve_algorithm
-from lrlhf.modules.policy.batch_plan import BatchPlan, Quantity, plan_batches
+from lrlhf.modules.policy.iteration import BatchPlan, Quantity, plan_batches
 
 _DEFAULT_EPOCHS = 1000
 """What Lightning takes where neither epochs nor steps are given."""
@@ -110,13 +110,13 @@ def planned_batches(batch_size: int, model: Mapping[str, Any], ranks: Quantity) 
         num_minibatches=update.get("num_minibatches"),
         default_minibatches=default,
         kept_prompts=dynamic.get("prompts"),
-        beside=_sampled_beside(options),
+        extra_samples=_extra_samples(options),
     )
 
 
-def _sampled_beside(options: Mapping[str, Any]) -> Iterable[str]:
+def _extra_samples(options: Mapping[str, Any]) -> Iterable[str]:
     algorithm = options.get("algorithm")
     estimator = options_of(options.get("advantage")).get("estimator")
     if algorithm is None and estimator in {*ALGORITHMS, *ALIASES}:
         algorithm = estimator
-    return resolve_algorithm(algorithm).beside if isinstance(algorithm, str) else ()
+    return resolve_algorithm(algorithm).extra_samples if isinstance(algorithm, str) else ()

@@ -37,7 +37,7 @@ class EstimatorInputs(NamedTuple):
     rows: Mapping[str, Float[Tensor, " B"]] = {}
     """Further columns per response by name: ``reward/<function>``, what each reward function gave,
     ``weight/<function>``, what that counts in the score (NaN: the function was not asked), and the
-    score of whatever the algorithm has sampled ``beside`` the responses."""
+    scores of the algorithm's ``extra_samples``."""
     tokens: Mapping[str, Float[Tensor, "B T"]] = {}
     """Further columns per token by name, as far as an iteration has them: ``sampling_logprobs`` of
     the engine, ``old_logprobs`` of the policy and ``ref_logprobs`` of the reference."""
@@ -128,7 +128,7 @@ class Algorithm:
         loss: What is minimised, and how it is averaged over tokens and responses.
         kl_in: Where the KL penalty goes: into the reward or the loss.
         kl_coef: Strength of the penalty where the user names none; 0: the algorithm has none.
-        beside: What is sampled beside the responses, once per prompt: options of the run's
+        extra_samples: What is sampled besides the responses, once per prompt: options of the run's
             `Sampling` to replace, by name. It is scored by the same rewards and not trained on; its
             score is ``inputs.rows[name]`` in the estimator.
     """
@@ -138,7 +138,7 @@ class Algorithm:
     loss: PolicyLoss
     kl_in: Literal["reward", "loss"] = "loss"
     kl_coef: float = 0.05
-    beside: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    extra_samples: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def counted_scores(inputs: EstimatorInputs) -> Float[Tensor, " B"]:

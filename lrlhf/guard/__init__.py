@@ -1,11 +1,9 @@
-"""Steps that must not be taken: what is looked at, what is kept of them, taking them again."""
+"""Steps that must not be taken: their detection, their dumps, and replays of these."""
 
-from lrlhf.guard.anomalies import Anomaly
-from lrlhf.guard.bundle import NotADumpError, StepBundle
-from lrlhf.guard.dump_replay import DumpReplay, Replayable, Retaken, replay_dump
-from lrlhf.guard.guard_settings import Guard, TrainingDivergedError
+from lrlhf.guard.anomalies import Anomaly, Guard, StepVerdict, StepWatch, TrainingDivergedError
+from lrlhf.guard.dump import NotADumpError, StepBundle
+from lrlhf.guard.dump_replay import DumpReplay, Replayable, ReplayedStep, replay_dump
 from lrlhf.guard.step_guard import StepGuard
-from lrlhf.guard.step_watch import StepVerdict, StepWatch
 
 __all__ = [
     "Anomaly",
@@ -13,7 +11,7 @@ __all__ = [
     "Guard",
     "NotADumpError",
     "Replayable",
-    "Retaken",
+    "ReplayedStep",
     "StepBundle",
     "StepGuard",
     "StepVerdict",

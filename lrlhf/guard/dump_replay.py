@@ -1,4 +1,4 @@
-"""Takes the step of a dump again, and says where it goes wrong."""
+"""Replays the step of a dump, and reports where it goes wrong."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lrlhf.guard.anomalies import Anomaly, IterationSums, judge
-from lrlhf.guard.bundle import StepBundle
-from lrlhf.guard.dump import Dump, read_dump, read_state
+from lrlhf.guard.dump import Dump, StepBundle, read_dump, read_state
 from lrlhf.guard.step_guard import StepGuard
 from lrlhf.models.sharding import load_state
 
 _UNSPLIT = {"bf16-true": "bf16-mixed", "16-true": "16-mixed"}
 
 
-class Retaken(NamedTuple):
-    """What a module reports of a step that it has repeated.
+class ReplayedStep(NamedTuple):
+    """What a module reports of a step that it has replayed.
 
     Attributes:
         records: The rows in JSON types.
@@ -38,7 +37,7 @@ class Retaken(NamedTuple):
 
 @runtime_checkable
 class Replayable(Protocol):
-    """A module whose steps can be taken again."""
+    """A module whose steps can be replayed."""
 
     step_guard: StepGuard
 
@@ -46,8 +45,8 @@ class Replayable(Protocol):
     def step_names(self) -> tuple[str, ...]:
         """Stages of the bundles that it knows."""
 
-    def retake(self, bundle: StepBundle) -> Retaken:
-        """Take the step of a bundle again, with the code that took it.
+    def replay_step(self, bundle: StepBundle) -> ReplayedStep:
+        """Replay the step of a bundle, with the code that took it.
 
         It is called inside of a training step of manual optimization, with the weights and the
         module's own state as the step found them.
@@ -56,7 +55,7 @@ class Replayable(Protocol):
 
 @dataclass
 class RankReplay:
-    """What one process's part of a step came to, taken again.
+    """The replay of one process's part of a step.
 
     Attributes:
         rank: The process.
@@ -64,7 +63,7 @@ class RankReplay:
         first_module: The first part of a model whose output is not finite, by name; empty: none.
         gradients: Parameters whose gradients are not finite, by name.
         rows: Of the batch, in JSON types.
-        sums: See `Retaken`.
+        sums: See `ReplayedStep`.
     """
 
     rank: int
@@ -196,7 +195,7 @@ class _Take(L.Callback):
     def _take(self, *_: object) -> None:
         assert isinstance(self._module, Replayable)
         replay = self._replay
-        replay.rows, sums = self._module.retake(self._dump.bundles[replay.rank])
+        replay.rows, sums = self._module.replay_step(self._dump.bundles[replay.rank])
         replay.sums = None if sums is None else sums.cpu()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

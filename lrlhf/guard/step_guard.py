@@ -11,10 +11,8 @@ from typing import Any
 
 import lightning as L
 
-from lrlhf.guard.anomalies import Anomaly, RunningLength
-from lrlhf.guard.bundle import StepBundle
-from lrlhf.guard.dump import replay_command, write_dump
-from lrlhf.guard.guard_settings import Guard, TrainingDivergedError
+from lrlhf.guard.anomalies import Anomaly, Guard, RunningLength, TrainingDivergedError
+from lrlhf.guard.dump import StepBundle, replay_command, write_dump
 from lrlhf.run import Collectives
 from lrlhf.run.run_folder import run_folder
 from lrlhf.run.seeding import running_step
@@ -73,7 +71,7 @@ class StepGuard:
 
     @property
     def collects(self) -> bool:
-        """Whether a step of a dump is taken again."""
+        """Whether a step of a dump is replayed."""
         return self._collected is not None
 
     @contextlib.contextmanager

@@ -169,7 +169,7 @@ class TokenBudget:
                 self._proposals.append(fits)
         self._warm = True
 
-    def settle(self, least: Callable[[float], float] = lambda own: own) -> None:
+    def update(self, least: Callable[[float], float] = lambda own: own) -> None:
         """Move to the smallest number that was measured since the last time.
 
         Args:

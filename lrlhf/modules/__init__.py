@@ -6,8 +6,8 @@ from lrlhf.modules.base import TrainingModule
 from lrlhf.modules.contracts import Exportable, KLPenalized, SamplesResponses
 from lrlhf.modules.dpo import DPO
 from lrlhf.modules.optimizers import OptimizerConfig
-from lrlhf.modules.policy.importance_sampling import ImportanceSampling
-from lrlhf.modules.policy.sampled import Sampled
+from lrlhf.modules.policy.generate import Sampled
+from lrlhf.modules.policy_module import PolicyModule
 from lrlhf.modules.ppo import PPO
 from lrlhf.modules.process_reward_model import ProcessRewardModel
 from lrlhf.modules.reward_model import RewardModel
@@ -17,6 +17,7 @@ from lrlhf.modules.settings import (
     Critic,
     DynamicSampling,
     Evaluation,
+    ImportanceSampling,
     Reference,
     Teacher,
     Update,
@@ -39,6 +40,7 @@ __all__ = [
     "KLPenalized",
     "NotADumpError",
     "OptimizerConfig",
+    "PolicyModule",
     "ProcessRewardModel",
     "Reference",
     "RewardModel",

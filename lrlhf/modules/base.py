@@ -5,17 +5,18 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import lightning as L
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 
-from lrlhf.guard.anomalies import Anomaly
-from lrlhf.guard.guard_settings import Guard
+from lrlhf.guard.anomalies import Anomaly, Guard, StepVerdict
+from lrlhf.guard.dump import StepBundle
 from lrlhf.guard.step_guard import StepGuard
 from lrlhf.models import ReferencePolicy, TextLimits, TokenBudget, limits_of
 from lrlhf.models.in_brief import in_brief
@@ -34,6 +35,7 @@ from lrlhf.modules.hyperparameters import (
     constructor_arguments,
     read_hyperparameters,
 )
+from lrlhf.modules.metrics.metric_sums import MetricSums
 from lrlhf.run import (
     SplitsModels,
     Updater,
@@ -66,6 +68,18 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
         ...
+
+
+class SteppedOptimizer(NamedTuple):
+    """An optimizer that takes a step."""
+
+    position: int
+    """Among the module's optimizers."""
+    role: str
+    """What metrics call it; empty: nothing is measured."""
+    max_grad_norm: float
+    freeze_steps: int = 0
+    """Iterations at the start in which its model is frozen."""
 
 
 class TrainingModule(L.LightningModule):
@@ -151,13 +165,53 @@ class TrainingModule(L.LightningModule):
             TrainingDivergedError: More steps were left out than the guard's quota.
         """
         self.gradients.backward(loss, last=True)
-        norm = self.gradients.step(self.optimizer_of(index), max_grad_norm=max_grad_norm)
+        (norm,) = self.step_optimizers([SteppedOptimizer(index, "", max_grad_norm)])
         self.advance_schedule(index)
-        # a loss scaler finds its scale by overflowing
-        if not (math.isfinite(norm) or uses_loss_scaler(self.trainer)):
-            found = Anomaly("gradient", "the gradient is not finite")
-            self.step_guard.report([found] if self.global_rank == 0 else [], None, self)
         return norm
+
+    def step_optimizers(
+        self,
+        optimizers: Sequence[SteppedOptimizer],
+        verdict: StepVerdict = StepVerdict(skips=False, found=[]),  # noqa: B008  immutable
+        *,
+        metrics: MetricSums | None = None,
+        bundle: Callable[[], StepBundle] | None = None,
+    ) -> list[float]:
+        """Clip and step, unless the guard objects or a gradient is not finite.
+
+        Args:
+            optimizers: That step, in this order.
+            verdict: Of the guard, on what was seen before.
+            metrics: Told the norms of the gradients.
+            bundle: Makes what a dump holds of the step; None: it is not dumped.
+
+        Returns:
+            The norms of the gradients before clipping; not finite: all ranks left the step out.
+
+        Raises:
+            TrainingDivergedError: More steps were left out than the guard's quota.
+        """
+        found, left_out, norms = list(verdict.found), verdict.skips, []
+        for one in optimizers:
+            norm = self.gradients.step(
+                self.optimizer_of(one.position),
+                max_grad_norm=one.max_grad_norm,
+                leave_out=verdict.skips,
+            )
+            norms.append(norm)
+            if verdict.skips:
+                continue
+            if math.isfinite(norm):
+                if metrics is not None:
+                    metrics.add(f"{one.role}/grad_norm", norm, 1.0)
+            elif not uses_loss_scaler(self.trainer):  # which finds its scale by overflowing
+                left_out = True
+                if self.trainer.global_rank == 0:  # the norm is the same on all
+                    whose = f"the {one.role} gradient" if one.role else "the gradient"
+                    found.append(Anomaly("gradient", f"{whose} is not finite"))
+        if left_out:
+            self.step_guard.report(found, bundle, self)
+        return norms
 
     def advance_schedule(self, index: int) -> None:
         """Let the learning rate of one optimizer go on by one step."""

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.modules.policy.policy_settings import PolicySettings
+from lrlhf.modules.policy.settings import PolicySettings
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import RolloutEngine
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from jaxtyping import Float
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.trainer.states import TrainerFn
 from peft import PeftModel
@@ -34,7 +37,6 @@ from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.modules.pairs.pair_losses import PairLoss, PairObjective
 from lrlhf.modules.pairs.pair_module import PairModule, PairOutputs
 from lrlhf.modules.pairs.pair_step import PairScores, concatenate, pad_id_of
-from lrlhf.modules.pairs.precomputed_reference import PrecomputedReference
 from lrlhf.modules.policy.load_policy import load_policy
 from lrlhf.run import Collectives
 from lrlhf.run.lightning_internals import data_in_use
@@ -172,8 +174,8 @@ class DPO(PairModule):
         return {**super().summary(), "loss": f"{self.loss.name}, beta {self.beta:g}"}
 
     def text_limits(self, *, training: bool) -> list[TextLimits]:
-        beside = [] if self.reference is None else [self.reference.model]
-        return [*super().text_limits(training=training), *limits_of(beside)]
+        frozen = [] if self.reference is None else [self.reference.model]
+        return [*super().text_limits(training=training), *limits_of(frozen)]
 
     # ---- where the reference is
 
@@ -186,7 +188,7 @@ class DPO(PairModule):
         self._loaded.learn_ends(self.trainer)
         refuse_idle_encoder(self.trainer, plain_model(self.policy), self.processor)
         self._place_reference()
-        # a step that is taken again has no data: the reference is asked about its rows then
+        # a step that is replayed has no data: the reference is asked about its rows then
         beforehand = self.precompute_reference and not self.step_guard.collects
         if beforehand and self.reference is not None:
             # in the precision of training steps, which Lightning calls in this context
@@ -311,3 +313,57 @@ def _check(beta: float, sft_coef: float, chunk: int) -> None:
         raise ValueError(f"sft_coef is {sft_coef}; it must be 0 or more")
     if chunk < 1:
         raise ValueError(f"logprob_chunk is {chunk}; it must be 1 or more")
+
+
+class PrecomputedReference:
+    """What a reference said of rows, found again by what these consist of.
+
+    Neither the order of rows, nor the ranks that they are shared out to, nor their padding plays a
+    part. Kept in main memory: four bytes for each token of an answer in single precision.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, Tensor] = {}
+
+    def add(self, rows: SequenceBatch, logprobs: Float[Tensor, "B T"]) -> None:
+        """Keep what belongs to the answers of some rows."""
+        masks, found = rows.response_mask.cpu(), logprobs.cpu()
+        for row, key in enumerate(_keys(rows)):
+            self._known[key] = found[row, masks[row]]
+
+    def share(self, ranks: Collectives) -> None:
+        """Have the rows of all ranks on every rank; all call."""
+        for known in ranks.gather(self._known):
+            self._known |= known
+
+    def logprobs(self, rows: SequenceBatch) -> Float[Tensor, "B T"]:
+        """Return the log-probabilities of the answers, 0 elsewhere.
+
+        Raises:
+            ValueError: A row is not among those that were added.
+        """
+        given = [self._known.get(key) for key in _keys(rows)]
+        if any(one is None for one in given):
+            raise ValueError(
+                "the reference was asked about the rows of the data that training began with, and "
+                "this is another: leave precompute_reference out, or build the module anew"
+            )
+        known = [one for one in given if one is not None]
+        masks = rows.response_mask
+        found = torch.zeros(masks.shape, dtype=known[0].dtype, device=masks.device)
+        found[masks] = torch.cat(known).to(masks.device)
+        return found
+
+
+def _keys(rows: SequenceBatch) -> Iterator[bytes]:
+    """Yield what tells each row from others: its tokens, its answer, and what it shows."""
+    ids, there, masks = rows.input_ids.cpu(), rows.attention_mask.cpu(), rows.response_mask.cpu()
+    for row in range(len(rows)):
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update(ids[row, there[row]].numpy().tobytes())
+        digest.update(masks[row, there[row]].numpy().tobytes())
+        media = None if rows.media is None else rows.media[row]
+        for name, tensor in sorted(media.tensors.items()) if media is not None else ():
+            digest.update(name.encode())
+            digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        yield digest.digest()

@@ -63,6 +63,7 @@ def constructor_arguments(instance: object, frame: FrameType | None) -> dict[str
         frame: Of one of its constructors.
     """
     arguments: dict[str, Any] = {}
+    passes_on = False
     while frame is not None and frame.f_code.co_name == "__init__":
         names, _, rest, values = inspect.getargvalues(frame)
         if not names or values.get(names[0]) is not instance:
@@ -70,8 +71,14 @@ def constructor_arguments(instance: object, frame: FrameType | None) -> dict[str
         # a constructor may have deleted some
         arguments = {name: values[name] for name in names[1:] if name in values}
         arguments |= values.get(rest, {}) if rest else {}
+        passes_on = rest is not None
         frame = frame.f_back
-    return arguments
+    if not passes_on:
+        return arguments
+    # of what it passes on to its parent, the frame has only what was given
+    given = inspect.signature(type(instance)).parameters.values()
+    defaults = {one.name: one.default for one in given if one.default is not one.empty}
+    return defaults | arguments
 
 
 def as_hyperparameters(kind: type, arguments: Mapping[str, Any]) -> dict[str, Any]:

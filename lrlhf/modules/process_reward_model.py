@@ -15,8 +15,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.functional.masking import last_tokens
-from lrlhf.guard.anomalies import shown
-from lrlhf.guard.guard_settings import Guard
+from lrlhf.guard.anomalies import Guard, shown
 from lrlhf.models import (
     STEP_SEPARATOR,
     StepModel,

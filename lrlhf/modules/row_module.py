@@ -13,19 +13,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.functional.masking import masked_sum
-from lrlhf.guard.anomalies import locate
-from lrlhf.guard.bundle import StepBundle
-from lrlhf.guard.dump_replay import Retaken
-from lrlhf.guard.guard_settings import Guard, refuse_policy_limits
-from lrlhf.guard.step_watch import StepWatch
+from lrlhf.guard.anomalies import Guard, refuse_policy_limits
+from lrlhf.guard.dump import StepBundle
+from lrlhf.guard.dump_replay import ReplayedStep
 from lrlhf.media import MediaProcessor
-from lrlhf.modules.base import TrainingModule
+from lrlhf.modules.base import SteppedOptimizer, TrainingModule
 from lrlhf.modules.metrics.metric_sums import MetricSums
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.modules.policy.iteration import Iteration
 from lrlhf.modules.policy.load_policy import LoadedPolicy
-from lrlhf.modules.policy.row_step import RowStep, Stepped
-from lrlhf.modules.policy.update_batches import plan_micro_batches
+from lrlhf.modules.policy.update import OptimizerStep, plan_micro_batches
 from lrlhf.modules.validation_sets import set_names
 from lrlhf.rollout import trim
 from lrlhf.run import Collectives
@@ -105,12 +102,6 @@ class RowModule(TrainingModule, Generic[RowsT]):
         """Take what is trained, and what reads for it."""
         self._loaded = loaded
         _, self.tokenizer, self.processor = loaded
-        self._rows = RowStep[RowsT](
-            [loaded.model],
-            max_tokens=self.micro_batch_tokens,
-            shared=False,
-            place_of=self._place_of,
-        )
 
     # ---- what a subclass says of its rows
 
@@ -168,7 +159,7 @@ class RowModule(TrainingModule, Generic[RowsT]):
         with it.phase("update"):
             self._take(self.rows_of(batch, training=True), it, batch.places)
         self.advance_schedule(0)
-        self.token_budget.settle(it.ranks.least)
+        self.token_budget.update(it.ranks.least)
         it.measure_costs(float(batch.attention_mask.sum()))
         for name, count in self.step_guard.metrics().items():
             it.metrics.add(name, count, 1.0)
@@ -184,26 +175,27 @@ class RowModule(TrainingModule, Generic[RowsT]):
         if not total:
             return
 
-        def loss_of(micro: RowsT, share: float, watch: StepWatch) -> Tensor:
+        step = OptimizerStep(
+            part,
+            it,
+            [SteppedOptimizer(0, "train", self.max_grad_norm)],
+            stage=self.stage,
+            models=[self._loaded.model],
+            tokenizer=self.tokenizer,
+            max_tokens=self.micro_batch_tokens,
+            shared=False,
+            describe=lambda rows, _: self.records_of(rows, places),
+        )
+        for micro in step:
             found = self.outputs_of(micro)
-            watch.outputs[self.output_name] = found.outputs.detach()
+            step.watch.outputs[self.output_name] = found.outputs.detach()
             mask = micro.response_mask
             self._measure(found, micro, it.metrics, "train/")
             loss = masked_sum(found.losses, mask) / total
             if found.router_loss is not None:
-                it.metrics.add("train/router_loss", found.router_loss, share)
+                it.metrics.add("train/router_loss", found.router_loss, step.share)
                 loss = loss + self.router_loss_coef * mask.sum() / total * found.router_loss
-            return loss
-
-        def bundle(seeds: tuple[int, ...], watch: StepWatch) -> StepBundle:
-            del watch
-            records = self.records_of(part, places)
-            return StepBundle(
-                stage=self.stage, batches={"part": part}, seeds=[seeds], context={}, records=records
-            )
-
-        stepped = Stepped(0, "train", self.max_grad_norm, freeze_steps=0)
-        self._rows.take(part, it, loss_of=loss_of, optimizers=[stepped], bundle=bundle)
+            step.backward(loss)
 
     @staticmethod
     def _measure(found: RowOutputs, rows: RowsT, metrics: MetricSums, prefix: str) -> None:
@@ -214,19 +206,16 @@ class RowModule(TrainingModule, Generic[RowsT]):
 
     # ---- the guard
 
-    def _place_of(self, rows: RowsT, watch: StepWatch) -> str:
-        return locate(rows, watch.outputs, tokenizer=self.tokenizer, rows=watch.rows)
-
     @property
     def step_names(self) -> tuple[str, ...]:
-        """Stages whose steps `retake` knows."""
+        """Stages whose steps `replay_step` knows."""
         return (self.stage,)
 
-    def retake(self, bundle: StepBundle) -> Retaken:
-        """Take the step of a dump again, see `lrlhf.guard.dump_replay.Replayable`."""
+    def replay_step(self, bundle: StepBundle) -> ReplayedStep:
+        """Replay the step of a dump, see `lrlhf.guard.dump_replay.Replayable`."""
         part: Any = bundle.batches["part"]
         self._take(part, Iteration(self, seeds=bundle.seeds[0]))
-        return Retaken(self.records_of(part, None))
+        return ReplayedStep(self.records_of(part, None))
 
     # ---- evaluation
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lrlhf.functional.algorithm import Aggregate
+from lrlhf.functional.importance import IMPORTANCE_MODES
+from lrlhf.functional.names import unknown_name
 from lrlhf.models import CausalLM, HeadKind, ValueModel, ValueNetwork
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.rewards.lookup import NamedFunction
@@ -258,6 +260,68 @@ class Update:
                 f"update.high_entropy_fraction is {self.high_entropy_fraction}; it must lie in "
                 "(0, 1]"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportanceSampling:
+    """Importance weights that correct the mismatch between engine and trainer.
+
+    Every token's gradient is multiplied by a weight made of the ratio of the two probabilities, in
+    losses per token and per response alike. Those of KL, entropy and value terms are not, and no
+    denominator changes.
+
+    Args:
+        mode: What becomes of the ratio: token_truncate (TIS), token_mask (IcePop),
+            sequence_truncate, sequence_mask or sequence_mean_mask, see
+            `lrlhf.functional.importance_weights`; none: no weights, whatever the engine.
+        low: Smallest ratio that still counts, where the mode masks; None: 0.5 for token_mask, 0
+            for sequence_mask, 0.95 for sequence_mean_mask.
+        high: Largest ratio that counts as it is; None: 2 where the mode truncates, 5 for
+            token_mask, 3 for sequence_mask, 1.05 for sequence_mean_mask.
+
+    Raises:
+        ValueError: A bound that the mode does not have, or one on the wrong side of 1.
+    """
+
+    mode: Literal[
+        "none",
+        "token_truncate",
+        "token_mask",
+        "sequence_truncate",
+        "sequence_mask",
+        "sequence_mean_mask",
+    ]
+    low: float | None = None
+    high: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode != "none" and self.mode not in IMPORTANCE_MODES:
+            raise unknown_name("importance_sampling.mode", self.mode, ("none", *IMPORTANCE_MODES))
+        mode = IMPORTANCE_MODES.get(self.mode)
+        for name, value in (("low", self.low), ("high", self.high)):
+            if value is not None and (mode is None or (name == "low" and mode.truncates)):
+                raise ValueError(
+                    f"importance_sampling.{name} is {value}, but mode {self.mode!r} has no such "
+                    "bound: leave it out, or choose a mode that has (token_mask, sequence_mask)"
+                )
+        if self.low is not None and not 0 <= self.low <= 1:
+            raise ValueError(f"importance_sampling.low is {self.low}; it must lie in [0, 1]")
+        if self.high is not None and not self.high >= 1:
+            raise ValueError(f"importance_sampling.high is {self.high}; it must be 1 or more")
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Smallest and largest ratio, with the mode's own where none is set."""
+        mode = IMPORTANCE_MODES[self.mode]
+        return (
+            mode.low if self.low is None else self.low,
+            mode.high if self.high is None else self.high,
+        )
+
+
+AUTOMATIC = ImportanceSampling(mode="token_truncate")
+"""Where none is set. The variance of a whole response's ratio grows with its length: at a mean
+difference of 0.03 nats per token, weights by response leave a quarter of the batch at 4,096."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from lrlhf.functional.names import import_function
 from lrlhf.functional.supervised import TOKEN_LOSSES, TokenLoss
-from lrlhf.guard.anomalies import prompt_text, shown
-from lrlhf.guard.guard_settings import Guard
+from lrlhf.guard.anomalies import Guard, prompt_text, shown
 from lrlhf.models import CausalLM, packs, plain_model, said_tokens, sequence_outputs
 from lrlhf.modules.checks import refuse_idle_encoder, refuse_other_batch
 from lrlhf.modules.optimizers import OptimizerConfig

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from lrlhf.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from lrlhf.rollout.collector import Collected, Collector, beside_of
+    from lrlhf.rollout.collector import Collected, Collector, extra_values_of
     from lrlhf.rollout.dynamic_sampling import (
         collect_different,
         groups_differ,
@@ -64,9 +64,9 @@ __all__ = [
     "VLLMServerEngine",
     "WeightSyncError",
     "assemble_rollout",
-    "beside_of",
     "collect_different",
     "continued_prompts",
+    "extra_values_of",
     "groups_differ",
     "load_rollout",
     "micro_batch_rows",

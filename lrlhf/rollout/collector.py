@@ -58,28 +58,26 @@ class Collected(NamedTuple):
     rollout: Rollout
     rewards: RewardResult
     records: list[dict[str, Any]]
-    beside: Mapping[str, Float[Tensor, " B"]] = MappingProxyType({})
+    extra_values: Mapping[str, Float[Tensor, " B"]] = MappingProxyType({})
     """Values of each row that were sampled beside the responses, by name, such as the score of a
     greedy response; NaN: unknown."""
 
-    def with_beside(self, beside: Mapping[str, Float[Tensor, " B"]]) -> Collected:
+    def with_extra_values(self, values: Mapping[str, Float[Tensor, " B"]]) -> Collected:
         """Add values of each row, also to the records, from which stored rollouts read them."""
-        values = {name: value.tolist() for name, value in beside.items()}
+        listed = {name: value.tolist() for name, value in values.items()}
         records = []
         for row, record in enumerate(self.records):
-            own = {name: plain_json(value[row]) for name, value in values.items()}
-            records.append({**record, "beside": {**record.get("beside", {}), **own}})
-        return self._replace(records=records, beside={**self.beside, **beside})
+            own = {name: plain_json(value[row]) for name, value in listed.items()}
+            records.append({**record, "extra_values": {**record.get("extra_values", {}), **own}})
+        return self._replace(records=records, extra_values={**self.extra_values, **values})
 
 
-def beside_of(records: Sequence[Mapping[str, Any]]) -> dict[str, Float[Tensor, " B"]]:
-    """Read the values back that `Collected.with_beside` has put into records."""
-    names = records[0].get("beside", {}) if records else {}
+def extra_values_of(records: Sequence[Mapping[str, Any]]) -> dict[str, Float[Tensor, " B"]]:
+    """Read the values back that `Collected.with_extra_values` has put into records."""
+    columns = [record.get("extra_values", {}) for record in records]
     return {
-        name: torch.tensor(
-            [math.nan if (value := record["beside"][name]) is None else value for record in records]
-        )
-        for name in names
+        name: torch.tensor([math.nan if (value := own[name]) is None else value for own in columns])
+        for name in (columns[0] if columns else {})
     }
 
 

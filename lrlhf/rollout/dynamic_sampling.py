@@ -112,7 +112,10 @@ def merge_collected(parts: Sequence[Collected]) -> Collected:
             for part, offset in zip(parts, offsets, strict=True)
             for record in part.records
         ],
-        {name: torch.cat([part.beside[name] for part in parts]) for name in parts[0].beside},
+        {
+            name: torch.cat([part.extra_values[name] for part in parts])
+            for name in parts[0].extra_values
+        },
     )
 
 
@@ -147,7 +150,7 @@ def select_collected(collected: Collected, rows: Tensor) -> Collected:
             },
         ),
         [collected.records[row] for row in chosen],
-        {name: values[rows.to(values.device)] for name, values in collected.beside.items()},
+        {name: values[rows.to(values.device)] for name, values in collected.extra_values.items()},
     )
 
 

@@ -105,7 +105,8 @@ def _groups(rows: Experience, rank: int) -> list[_Group]:
 def _column_kinds(rows: Experience) -> dict[str, tuple[str, int]] | None:
     """Say what each column is; None: there is one that stays where it is, and its rows with it."""
     values = {field.name: getattr(rows, field.name) for field in fields(rows)}
-    given = {name: value for name, value in values.items() if value is not None}
+    same = ("columns", "old_source")  # of all rows, and of all ranks
+    given = {name: one for name, one in values.items() if one is not None and name not in same}
     shapes = ((), rows.input_ids.shape[1:])
     if not all(isinstance(one, Tensor) and one.shape[1:] in shapes for one in given.values()):
         return None

@@ -82,9 +82,9 @@ class MemoryProbe(L.Callback, RolloutListener):
 
 def _resident(trainer: L.Trainer, module: L.LightningModule) -> Iterable[Tensor]:
     models: list[nn.Module] = [module]
-    if isinstance(module, RLOO | PPO) and module.parts.reference is not None:
+    if isinstance(module, RLOO | PPO) and module.reference is not None:
         models += [
-            value for value in vars(module.parts.reference).values() if isinstance(value, nn.Module)
+            value for value in vars(module.reference).values() if isinstance(value, nn.Module)
         ]
     if isinstance(module, DPO) and module.reference is not None:
         models.append(module.reference.model)

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from lrlhf.__main__ import main
 from lrlhf.cli import run
 from lrlhf.cli.batch_generation import AnswerFile
-from lrlhf.modules.policy.text_generation import TextGenerator
+from lrlhf.modules.policy.generate import TextGenerator
 from tests.conftest import build_language_model
 
 Capture = pytest.CaptureFixture[str]

@@ -43,7 +43,7 @@ from lrlhf.cli.run_sizes import processes
 from lrlhf.datamodules import Source
 from lrlhf.models import CausalLM, ScoreModel
 from lrlhf.models.loading.deferred_weights import is_deferred
-from lrlhf.modules.policy.batch_plan import Quantity
+from lrlhf.modules.policy.iteration import Quantity
 from lrlhf.strategies import FSDP2
 from tests.cli import toys
 from tests.cli.experiment import experiment

@@ -29,7 +29,7 @@ def test_options_read_from_the_source_are_those_of_the_constructor() -> None:
     assert known.keys() >= OFTEN_USED
     for name, options in known.items():
         cls = exported()[name]
-        assert options == set(list(inspect.signature(cls.__init__).parameters)[1:]), name
+        assert options == set(inspect.signature(cls).parameters), name
         assert options_of(f"{cls.__module__}.{name}") == options
 
 

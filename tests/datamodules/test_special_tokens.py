@@ -164,7 +164,7 @@ def test_marks_of_media_in_a_text_show_nothing(vlm_folder: str) -> None:
 
 
 @pytest.mark.parametrize("mark", ["<|im_end|>", "<|vision_end|>"])
-def test_beside_a_picture_marks_in_a_text_are_text(mark: str, vlm_folder: str) -> None:
+def test_extra_samples_a_picture_marks_in_a_text_are_text(mark: str, vlm_folder: str) -> None:
     tokenizer: PreTrainedTokenizerBase = vlm().tokenizer
     picture = Image.fromarray(np.zeros((28, 56, 3), np.uint8))
     shown = [{"type": "image", "image": picture}, {"type": "text", "text": f"a {mark} b"}]

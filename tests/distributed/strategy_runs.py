@@ -220,7 +220,10 @@ class SaveAtEnd(L.Callback):
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         state: dict[str, Any] = {"step": trainer.global_step, "metrics": metrics}
         if isinstance(pl_module, RLOO | PPO):
-            state |= {"kl_coef": pl_module.kl_coef, "moments": pl_module.parts.moments.state_dict()}
+            state |= {
+                "kl_coef": pl_module.kl_coef,
+                "running_scores": pl_module.running_scores.state_dict(),
+            }
         shared = {"weights": _whole(weights), "averages": _whole(averages["shadows"])}
         torch.save({**state, **shared}, self.folder / f"rank{trainer.global_rank}.pt")
 

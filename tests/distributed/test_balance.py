@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, distributed, multiprocessing
 
 from lrlhf.datamodules import PromptDataModule
-from lrlhf.modules.policy import update_batches
+from lrlhf.modules.policy import update
 from lrlhf.run import Collectives, sequence_balancing
 from lrlhf.run.sequence_balancing import Balanced, balance_over_ranks
 from lrlhf.types import Experience, Media
@@ -222,11 +222,11 @@ def test_training_ends_where_it_does_without_the_exchange(
 ) -> None:
     monkeypatch.setattr(strategy_runs, "data_of", data_of)
     model = Path(model_folder)
-    monkeypatch.setattr(update_batches, "balance_over_ranks", noting(tmp_path / "moved.x"))
+    monkeypatch.setattr(update, "balance_over_ranks", noting(tmp_path / "moved.x"))
     moved = strategy_runs.run("ppo", model, tmp_path / "moved", strategy="ddp")
     # more than there is to gain: nothing moves
     monkeypatch.setattr(sequence_balancing, "MIN_GAIN", 2.0)
-    monkeypatch.setattr(update_batches, "balance_over_ranks", noting(tmp_path / "stayed.x"))
+    monkeypatch.setattr(update, "balance_over_ranks", noting(tmp_path / "stayed.x"))
     stayed = strategy_runs.run("ppo", model, tmp_path / "stayed", strategy="ddp")
 
     def balances(folder: str) -> list[tuple[float, float]]:

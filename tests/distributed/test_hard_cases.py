@@ -93,7 +93,7 @@ class KeepsVersions(RolloutListener, L.Callback):
         self.versions.append(sorted(set(tokens.tolist())))
 
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
-        kept = {"versions": self.versions, "queue": module.parts.sampler.state_dict()["queue"]}
+        kept = {"versions": self.versions, "queue": module.sampler.state_dict()["queue"]}
         torch.save(kept, self.folder / f"versions{trainer.global_rank}.pt")
 
 

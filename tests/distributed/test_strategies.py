@@ -112,7 +112,7 @@ def test_two_processes_train_as_one_and_resume_anywhere(
     assert_close(two, one)
     for state in two:
         assert state["step"] == one["step"]
-        for key in ("kl_coef", "moments"):
+        for key in ("kl_coef", "running_scores"):
             assert state.get(key) == two[0].get(key)
         same = [key for key in one["metrics"] if not key.startswith("perf/")]
         assert {key: state["metrics"][key] for key in same} == {
@@ -130,7 +130,7 @@ def test_two_processes_train_as_one_and_resume_anywhere(
         for key, value in merged(two, what).items():
             assert torch.equal(merged(again, what)[key], value), (what, key)
     for state in again:
-        for key in ("kl_coef", "moments"):
+        for key in ("kl_coef", "running_scores"):
             assert state.get(key) == two[0].get(key)
 
     on_one = run(name, model, tmp_path / "on one", ckpt_path=checkpoint(tmp_path / "two", 2))

@@ -1,4 +1,4 @@
-"""Pair losses where numbers get extreme; by hand they are in tests/modules/test_pair_losses.py."""
+"""Pair losses where numbers get extreme; by hand they are in tests/modules/test_pairs.py."""
 
 import math
 

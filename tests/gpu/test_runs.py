@@ -107,7 +107,7 @@ def test_measured_memory_lets_micro_batches_grow() -> None:
         with budget.measuring(first, gpu):
             held = torch.empty(first * 1024, device=gpu)
             del held
-        budget.settle()
+        budget.update()
     found = budget.limit("auto", gpu)
     assert found is not None
     _, total = torch.cuda.mem_get_info()

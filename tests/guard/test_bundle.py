@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lrlhf.guard.bundle import NotADumpError, StepBundle, read_bundle, write_bundle
+from lrlhf.guard.dump import NotADumpError, StepBundle, read_bundle, write_bundle
 from lrlhf.types import Media, TensorBatch
 from tests.guard.batches import NAN, experience, filled, pairs, sequences
 
@@ -31,7 +31,7 @@ def assert_equal(found: TensorBatch, given: TensorBatch) -> None:
         one, other = getattr(found, field.name), getattr(given, field.name)
         if isinstance(other, TensorBatch):
             assert_equal(one, other)
-        elif isinstance(other, torch.Tensor):
+        elif isinstance(other, torch.Tensor | dict):
             torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
         elif field.name != "media":
             assert one == other
@@ -39,7 +39,9 @@ def assert_equal(found: TensorBatch, given: TensorBatch) -> None:
 
 def test_an_iteration_is_the_same_after_its_files(tmp_path: Path) -> None:
     # advantages that are a column of something larger, and an experience of expanded rows
-    part = experience(advantages=filled(NAN).repeat(1, 3)[:, 5:10], values=filled(float("inf")))
+    columns = {"reward/a": torch.tensor([1.0, NAN])}
+    wide, values = filled(NAN).repeat(1, 3)[:, 5:10], filled(float("inf"))
+    part = experience(advantages=wide, values=values, columns=columns, old_source="engine")
     moments = {"mean": np.float64(0.5)}
     context = {"filler": torch.tensor([True, False]), "moments": moments, "none": None}
     given = bundle(batches={"experience": part}, context=context | {"drawn": True})

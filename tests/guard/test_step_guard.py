@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from lrlhf.guard.anomalies import Anomaly
-from lrlhf.guard.bundle import StepBundle
-from lrlhf.guard.guard_settings import Guard, TrainingDivergedError
+from lrlhf.guard.anomalies import Anomaly, Guard, TrainingDivergedError
+from lrlhf.guard.dump import StepBundle
 from lrlhf.guard.step_guard import StepGuard
 
 LOSS, KL = Anomaly("loss", "the loss is not finite"), Anomaly("kl", "too far")

@@ -299,11 +299,11 @@ def test_the_strategy_decides(model_folder: str) -> None:
 def test_a_trainer_that_reads_no_parts_reads_the_whole(model_folder: str, tmp_path: Path) -> None:
     with reading(later=True):
         module = RLOO(CausalLM(source=model_folder), Rewards([letters]))
-    assert module.parts.reference is not None
+    assert module.reference is not None
     trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, default_root_dir=tmp_path)
     module.trainer = trainer
     module.setup("validate")
     module.on_fit_start()
     expected = CausalLM(source=model_folder).load()
-    for model in (module.policy, module.parts.reference.model):
+    for model in (module.policy, module.reference.model):
         assert_same(model, {**dict(expected.named_buffers()), **expected.state_dict()})

@@ -52,7 +52,7 @@ def grow(budget: TokenBudget, device: LinearDevice, times: int) -> int:
     """Use the budget so often; returns what it is in the end."""
     for _ in range(times):
         run(budget, device, budget.limit("auto", GPU) or 0)
-        budget.settle()
+        budget.update()
     return budget.limit("auto", GPU) or 0
 
 
@@ -66,7 +66,7 @@ def test_it_comes_close_to_what_fits_and_never_passes_it(size, fixed, each) -> N
     for _ in range(20):
         tokens = budget.limit("auto", GPU)
         run(budget, device, tokens)  # asserts that it fits
-        budget.settle()
+        budget.update()
     fits = (0.9 * size - fixed) / each
     assert 0.85 * fits <= budget.limit("auto", GPU) <= fits
 
@@ -78,7 +78,7 @@ def test_it_stays_once_it_is_close() -> None:
     for _ in range(12):
         seen.append(budget.limit("auto", GPU))
         run(budget, device, seen[-1])
-        budget.settle()
+        budget.update()
     assert len(set(seen[-5:])) == 1
 
 
@@ -87,10 +87,10 @@ def test_the_first_time_does_not_count() -> None:
     budget = budget_on(device)
     first = budget.limit("auto", GPU)
     run(budget, device, first)
-    budget.settle()
+    budget.update()
     assert budget.limit("auto", GPU) == first
     run(budget, device, first)
-    budget.settle()
+    budget.update()
     assert budget.limit("auto", GPU) == 8 * first  # 90,000 would fit; eightfold at a time
 
 
@@ -103,7 +103,7 @@ def test_it_shrinks_when_others_take_the_memory() -> None:
     device.left = 5_000_000
     with budget.measuring(49_000, GPU):  # rows of this length happened to come
         device.run(49_000)
-    budget.settle()
+    budget.update()
     assert budget.limit("auto", GPU) == 45_000
 
 
@@ -113,7 +113,7 @@ def test_few_tokens_say_nothing() -> None:
     grow(budget, device, 8)
     settled = budget.limit("auto", GPU)
     run(budget, device, 10)
-    budget.settle()
+    budget.update()
     assert budget.limit("auto", GPU) == settled
 
 
@@ -122,7 +122,7 @@ def test_ranks_agree_on_the_smallest() -> None:
     budget = budget_on(device)
     for _ in range(2):
         run(budget, device, 2048)
-    budget.settle(lambda own: min(own, 3000.0))
+    budget.update(lambda own: min(own, 3000.0))
     assert budget.limit("auto", GPU) == 3000
 
 
@@ -130,7 +130,7 @@ def test_a_rank_without_a_measurement_follows_the_others() -> None:
     device = LinearDevice(10_000_000, 0, 100)
     budget = budget_on(device)
     run(budget, device, 10)
-    budget.settle(lambda own: min(own, 4096.0))
+    budget.update(lambda own: min(own, 4096.0))
     assert budget.limit("auto", GPU) == 4096
 
 
@@ -142,7 +142,7 @@ def test_responses_that_end_early_do_not_let_it_grow_beyond_what_long_ones_take(
         with budget.measuring(rows * 1280, GPU) as computed:
             device.run(rows * 320)  # of up to 1,280 tokens each
             computed.tokens = rows * 320
-        budget.settle()
+        budget.update()
     assert 50_000 < budget.limit("auto", GPU) <= 90_000
     device.run(budget.limit("auto", GPU))  # one of full length: every row is as long
 
@@ -165,7 +165,7 @@ def test_deterministic_runs_measure_nothing() -> None:
     try:
         for _ in range(3):
             run(budget, device, budget.limit("auto", GPU))
-            budget.settle()
+            budget.update()
     finally:
         torch.use_deterministic_algorithms(False)
     assert budget.limit("auto", GPU) == 2048
@@ -178,7 +178,7 @@ def test_on_a_cpu_only_a_number_limits(given, expected) -> None:
     assert budget.limit(given, CPU) == expected
     with budget.measuring(10, CPU):
         pass
-    budget.settle(lambda own: asked.append(own) or own)
+    budget.update(lambda own: asked.append(own) or own)
     assert asked == [], "ranks that measure nothing have nothing to agree on"
 
 
@@ -196,5 +196,5 @@ def test_a_failure_inside_is_not_measured() -> None:
     budget = budget_on(device)
     with pytest.raises(AssertionError, match="out of memory"):
         run(budget, device, 11)
-    budget.settle()
+    budget.update()
     assert budget.limit("auto", GPU) == 2048

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.table import Table
 
-from lrlhf.modules.policy.batch_plan import (
+from lrlhf.modules.policy.iteration import (
     BatchPlan,
     Quantity,
     plain_text,
@@ -147,9 +147,12 @@ def test_every_response_is_used_once_per_pass_or_sizes_that_fit_are_suggested(
     assert plan.responses_trained <= plan.responses_sampled
 
 
+def _lines(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+
+
 def _cells(table: str) -> dict[str, list[str]]:
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-    return {what: rest for what, *rest in lines}
+    return {what: rest for what, *rest in _lines(table)}
 
 
 def test_the_table_has_one_line_per_number_with_its_unit_and_origin() -> None:
@@ -166,7 +169,7 @@ def test_the_table_has_one_line_per_number_with_its_unit_and_origin() -> None:
     unknown = table_of("the run", [Quantity("steps", None, "x" * 300)])
     # long lines do not wrap
     assert unknown.splitlines()[-1] == f"| steps   | unknown | {'x' * 300} |"
-    beside = _cells(_plan(beside=["greedy"]).table())["responses sampled, at most"]
+    beside = _cells(_plan(extra_samples=["greedy"]).table())["responses sampled, at most"]
     assert beside == ["80", "prompts × (num_generations + 1 greedy)"]  # 16 x (4 + 1)
 
 
@@ -177,7 +180,7 @@ def test_on_a_narrow_terminal_origins_go_on_below(monkeypatch: pytest.MonkeyPatc
     table = table_of("the run", [Quantity("responses", 48, "prompts of data × 3 for each")])
     assert table.splitlines()[0].startswith("| the run   | number | from")
     assert max(map(len, table.splitlines())) <= 41
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    lines = _lines(table)
     assert [cells[:2] for cells in lines[2:]] == [["responses", "48"], ["", ""]]
     assert " ".join(cells[2] for cells in lines[2:]) == "prompts of data × 3 for each"
 

@@ -173,7 +173,7 @@ def test_an_evaluation_without_training_reads_a_teacher_that_was_built_unread(
     def found(later: bool) -> float:
         with reading(later=later):
             module = learner(CausalLM(source=model_folder))
-        assert is_deferred(module.parts.teaching.model.model) == later
+        assert is_deferred(module.teacher.model.model) == later
         trainer = L.Trainer(logger=False, accelerator="cpu", devices=1, default_root_dir=tmp_path)
         data = PromptDataModule(train=str(prompts), batch_size=4, val=str(prompts))
         trainer.validate(module, datamodule=data, verbose=False)
@@ -232,7 +232,7 @@ def test_no_micro_batch_is_larger_to_a_teacher_that_pads_than_to_a_policy_that_p
     def note(_: Any, __: Any, given: dict[str, Any]) -> None:
         sizes.append(given["attention_mask"].numel())
 
-    body = module.parts.teaching.model.model.base_model
+    body = module.teacher.model.model.base_model
     body.register_forward_pre_hook(note, with_kwargs=True)
     run = train(module)
     assert run.experience.attention_mask.sum(1).unique().numel() > 1
@@ -264,7 +264,7 @@ def test_a_teacher_of_the_policys_weights_moves_nothing(learner, train, model_fo
 # ---- beside what else a run may have
 
 
-def test_beside_rewards_the_teachers_term_is_added_to_the_advantages(learner, train) -> None:
+def test_extra_samples_rewards_the_teachers_term_is_added_to_the_advantages(learner, train) -> None:
     options: dict[str, Any] = {
         "rewards": Rewards([letters]),
         "algorithm": "grpo",

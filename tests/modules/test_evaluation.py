@@ -116,7 +116,7 @@ def test_several_samples_are_measured_per_prompt(build, data, tmp_path: Path) ->
     by_name = {one.name: one for one in module.measurements}
     assert by_name["eval/maj@4"].number == 7
     assert by_name["eval/score"].low == pytest.approx(found["eval/score_low"])
-    known = module.parts.evaluator.metric_names([""])
+    known = module.evaluator.metric_names([""])
     assert found.keys() == known
 
 
@@ -179,7 +179,7 @@ def test_each_temperature_is_measured_and_named(build, data, tmp_path: Path) -> 
     assert found["eval/t1.5/score"] == pytest.approx(mean([one["score"] for one in warm]))
     assert "eval/t1.5/pass@3" in found
     assert "eval/pass@3" not in found  # one response at temperature 0
-    assert found.keys() == module.parts.evaluator.metric_names([""])
+    assert found.keys() == module.evaluator.metric_names([""])
 
 
 def test_named_sets_have_metrics_of_their_own(build, tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_memory_does_not_grow_with_the_number_of_samples(build, data, tmp_path: 
         )
         validate(module, data, tmp_path / str(number), limit_val_batches=1)
         sizes.append(engine.most)
-        evaluator = module.parts.evaluator
+        evaluator = module.evaluator
         evaluator.measure = lambda ranks: []  # leaves what was kept
         validate(module, data, tmp_path / str(number), limit_val_batches=1)
         kept.append([len(result.values) for result in evaluator._results])
@@ -499,4 +499,4 @@ def test_a_function_may_sum_up_all_answers_of_an_evaluation(build, tmp_path: Pat
 
 
 def module_names(module: RLOO) -> set[str]:
-    return module.parts.evaluator.metric_names(["one", "two"])
+    return module.evaluator.metric_names(["one", "two"])

@@ -31,7 +31,7 @@ def advantages_of(columns: dict[str, Tensor], scores: Tensor, size: int) -> Tens
     rollout = rollout_of(mask, torch.zeros(len(scores), dtype=torch.bool), size)
     settings = Advantage(estimator="gdpo")
     experience = compute_advantages(
-        as_experience(rollout, scores=scores, old_logprobs=None, ref_logprobs=None),
+        as_experience(rollout, scores=scores),
         algorithm=assembled(settings),
         settings=settings,
         reward_kl=None,

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch.nn.functional import dropout
 
-from lrlhf.guard.bundle import NotADumpError
-from lrlhf.guard.dump import read_dump, read_state
+from lrlhf.guard.dump import NotADumpError, read_dump, read_state
 from lrlhf.modules import PPO, RLOO, Critic, Guard, OptimizerConfig, Update, replay_dump
 from lrlhf.rollout import RolloutListener
 from lrlhf.types import Experience
@@ -152,14 +151,14 @@ def too_long(module: RLOO | PPO) -> None:
 
 
 def infinite_score(module: RLOO | PPO) -> None:
-    collect = module.parts.sampler._collector.collect
+    collect = module.sampler._collector.collect
 
     def collect_infinite(*args: Any, **options: Any) -> Any:
         collected = collect(*args, **options)
         collected.rewards.scores[3] = float("inf")
         return collected
 
-    module.parts.sampler._collector.collect = collect_infinite  # type: ignore[method-assign]
+    module.sampler._collector.collect = collect_infinite  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(

@@ -130,8 +130,6 @@ def test_the_weighted_gradient_is_that_of_the_policys_own_responses() -> None:
     plain = as_experience(
         replace(rollout, kept_mass=mass),
         scores=rewards.flatten()[rows],
-        old_logprobs=None,
-        ref_logprobs=None,
     )
     plain = replace(plain, advantages=plain.scores[:, None] * plain.response_mask)
 
@@ -180,7 +178,7 @@ def test_evaluations_and_greedy_baselines_start_as_they_go_on(build, train) -> N
             num_generations=2,
         )
     )
-    greedy = [[record["beside"]["greedy"] for record in one.records] for one in (run, cold)]
+    greedy = [[record["extra_values"]["greedy"] for record in one.records] for one in (run, cold)]
     assert greedy[0] == greedy[1]
 
 

@@ -18,7 +18,7 @@ from lrlhf.functional import IMPORTANCE_MODES, POLICY_LOSSES
 from lrlhf.models import ValueNetwork
 from lrlhf.modules import PPO, RLOO, Critic, ImportanceSampling, Reference, Update
 from lrlhf.modules.metrics.metric_sums import MetricSums
-from lrlhf.modules.policy.importance_sampling import (
+from lrlhf.modules.policy.experience import (
     measure_importance,
     off_policy_rows,
     with_importance_weights,
@@ -263,7 +263,7 @@ def test_neither_micro_batches_nor_old_probabilities_of_before_change_an_update(
     for budget, parts, ahead in ((None, 1, False), (44, 2, False), (1, 8, False), (44, 2, True)):
         module = skewed(num_generations=2, update=plain(loss, micro_batch_tokens=budget))
         if ahead:  # one step does not need them: the update has them too
-            module.parts.scorer._needs_old = lambda *_, **__: True
+            module.scorer._needs_old = lambda *_, **__: True
         run = train(module)
         assert len(plan_micro_batches(run.experience, max_tokens=budget, packed=True)) == parts
         assert (run.experience.importance_weights is not None) == ahead

@@ -1,17 +1,25 @@
-"""Means, maxima, deviations and percentiles, weighted by what was counted; running moments."""
+"""Means, maxima, deviations and percentiles, weighted by what was counted; running scores."""
 
+from __future__ import annotations
+
+import logging
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from lrlhf.datamodules import PromptDataModule
 from lrlhf.functional import POLICY_LOSSES
-from lrlhf.modules import Critic
+from lrlhf.modules import RLOO, Critic
 from lrlhf.modules.metrics.metric_sums import MetricSums
 from lrlhf.modules.metrics.rollout_metrics import (
+    ConstantRewards,
     explained_variance,
     measure_critic,
     measure_kl,
@@ -20,11 +28,12 @@ from lrlhf.modules.metrics.rollout_metrics import (
     measure_update,
     measure_values,
 )
-from lrlhf.modules.policy.running_moments import RunningMoments
-from lrlhf.rewards import RewardResult
+from lrlhf.modules.policy.experience import RunningScores
+from lrlhf.rewards import RewardResult, Rewards
+from lrlhf.rollout import Sampling
 from lrlhf.run import Collectives
 from lrlhf.types import Experience, Rollout
-from tests.modules.policy_runs import one_process
+from tests.modules.policy_runs import fit, one_process
 from tests.modules.test_policy_objective import random_experience
 
 NAN = float("nan")
@@ -100,8 +109,8 @@ def test_scores_lengths_and_returns_by_hand() -> None:
         failures=[],
     )
     metrics = MetricSums()
-    teaches = torch.tensor([True, False, True, True])
-    measure_rollout(rollout, result, metrics, num_generations=2, teaches=teaches)
+    informative = torch.tensor([True, False, True, True])
+    measure_rollout(rollout, result, metrics, num_generations=2, informative=informative)
     values = reduced(metrics)
     assert values["rollout/score_std"] == pytest.approx(math.sqrt(2))  # of 1 and 3 alone
     # of 1, 3 and 8: gaps -3, -1, 4
@@ -323,26 +332,110 @@ def test_a_token_that_the_engine_could_not_have_cut_is_no_mismatch() -> None:
         assert values[f"mismatch/ratio_{name}"] == pytest.approx(1 / 1.1, rel=5.1e-4)
 
 
-def moments_of(*parts: list[float]) -> RunningMoments:
-    moments = RunningMoments()
+def running_scores_of(*parts: list[float]) -> RunningScores:
+    scores = RunningScores()
     for part in parts:
-        moments.update(torch.tensor(part, dtype=torch.float64), one_process())
-    return moments
+        scores.update(torch.tensor(part, dtype=torch.float64), one_process())
+    return scores
 
 
-def test_running_moments_of_parts_are_those_of_the_whole() -> None:
+def test_running_scores_of_parts_are_those_of_the_whole() -> None:
     # mean of 1 2 4 9 -3; squared distances 2.56 0.36 1.96 40.96 31.36
-    moments = moments_of([1.0, 2.0, NAN], [NAN], [4.0, 9.0, -3.0])
-    assert moments.count == 5
-    assert moments.mean == pytest.approx(2.6)
-    assert moments.deviation == pytest.approx(math.sqrt(77.2 / 4))
-    now = moments.moments
+    scores = running_scores_of([1.0, 2.0, NAN], [NAN], [4.0, 9.0, -3.0])
+    assert scores.count == 5
+    assert scores.mean == pytest.approx(2.6)
+    assert scores.std == pytest.approx(math.sqrt(77.2 / 4))
+    now = scores.statistics
     scaled = now.scaled(torch.tensor([2.6, NAN]), "mean_std")
     assert scaled[0] == pytest.approx(0.0, abs=1e-6)
     assert scaled[1].isnan()
     assert now.scaled(torch.tensor([1.0]), "std")[0] == pytest.approx(1 / math.sqrt(19.3))
     assert now.scaled(torch.tensor([1.0]), "none")[0] == 1.0
     # large offsets do not cost precision, and nothing is scaled before scores differ
-    large = moments_of(*([1e8 + value] for value in range(4)))
-    assert large.deviation == pytest.approx(math.sqrt(5 / 3), rel=1e-6)
-    assert moments_of([5.0, 5.0]).deviation == 1.0
+    large = running_scores_of(*([1e8 + value] for value in range(4)))
+    assert large.std == pytest.approx(math.sqrt(5 / 3), rel=1e-6)
+    assert running_scores_of([5.0, 5.0]).std == 1.0
+
+
+def _result(weights: Sequence[float] = (1.0, 1.0, 0.0), *, count: int = 16) -> RewardResult:
+    """Of three functions: always 0, different for each response, and always 2."""
+    values = torch.zeros(count, 3)
+    values[:, 1] = torch.arange(count)
+    values[:, 2] = 2.0
+    return RewardResult(
+        scores=values[:, 1],
+        per_function=values,
+        names=("polite", "length", "logged"),
+        metrics={},
+        extras={},
+        failures=[],
+        weights=torch.tensor([list(weights)]).expand(count, 3),
+    )
+
+
+def test_a_function_of_one_value_is_named_once_and_those_of_no_weight_are_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    watch = ConstantRewards()
+    with caplog.at_level(logging.WARNING, "lrlhf"):
+        for _ in range(4):
+            watch.observe(_result(), chats=False)
+        assert caplog.messages == []  # 64 responses, of four iterations
+        for _ in range(5):
+            watch.observe(_result(), chats=False)
+    (message,) = caplog.messages
+    assert "'polite' has returned 0 for each of the first 80 responses" in message
+    assert "`lrlhf reward RUN`" in message
+    assert "messages" not in message
+
+
+def test_a_few_responses_do_not_tell_and_missing_values_do_not_count(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    watch = ConstantRewards()
+    result = _result(count=8)
+    result.per_function[0, 0] = math.nan
+    with caplog.at_level(logging.WARNING, "lrlhf"):
+        for _ in range(8):
+            watch.observe(result, chats=False)
+    assert caplog.messages == []  # 7 values in each of 8 iterations: 56
+
+
+def test_a_function_that_varied_once_is_not_constant_and_chats_are_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    varied, watch = _result(), ConstantRewards()
+    varied.per_function[0, 0] = 1.0
+    with caplog.at_level(logging.WARNING, "lrlhf"):
+        for result in (varied, *[_result()] * 5):
+            watch.observe(result, chats=True)
+        assert caplog.messages == []
+        watch = ConstantRewards()
+        for _ in range(8):
+            watch.observe(_result(), chats=True)
+    (message,) = caplog.messages
+    assert "completion_text" in message
+
+
+def says_thanks(completions: Sequence[Any]) -> list[float]:
+    return [float("thanks" in completion) for completion in completions]
+
+
+def test_a_run_on_chats_is_told_that_completions_are_messages(
+    model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = RLOO(
+        model_folder,
+        Rewards([says_thanks]),
+        num_generations=4,
+        sampling=Sampling(max_new_tokens=2),
+        seed=1,
+    )
+    rows = [{"prompt": f"say {number}"} for number in range(8)]
+    data = PromptDataModule(train=rows, batch_size=4, as_chat=True)
+    with caplog.at_level(logging.WARNING, "lrlhf.modules.metrics.rollout_metrics"):
+        fit(module, Path("unused"), tmp_path, steps=5, data=data)
+    (message,) = [one for one in caplog.messages if "says_thanks" in one]
+    assert "returned 0 for each of the first 80 responses" in message
+    assert "completions are lists of messages" in message
+    assert "lrlhf.rewards.completion_text" in message

@@ -1,5 +1,7 @@
 """The parts of an iteration by themselves: built, given their inputs, asked for their results."""
 
+import inspect
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,35 +11,24 @@ from lightning.pytorch.trainer.states import TrainerFn
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.models import TokenBudget, frozen_reference
-from lrlhf.modules import Advantage, Evaluation, Reference, Update
-from lrlhf.modules.policy.complete_settings import complete_settings
+from lrlhf.modules import RLOO, Update
+from lrlhf.modules.policy.experience import as_experience
 from lrlhf.modules.policy.iteration import Iteration
 from lrlhf.modules.policy.load_policy import LoadedPolicy
-from lrlhf.modules.policy.policy_settings import PolicySettings
-from lrlhf.modules.policy.sampler import Sampler
-from lrlhf.modules.policy.scorer import Scorer
+from lrlhf.modules.policy.sample import Sampler
+from lrlhf.modules.policy.score import Scorer
+from lrlhf.modules.policy.settings import PolicySettings
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Capabilities, Response, RolloutEngine, Sampling, assemble_rollout
 from lrlhf.types import PromptBatch, Rollout
 
 
 def settings_of(**options: Any) -> PolicySettings:
-    defaults: dict[str, Any] = {
-        "algorithm": None,
-        "num_generations": 2,
-        "sampling": Sampling(max_new_tokens=4),
-        "eval_sampling": None,
-        "evaluation": Evaluation(),
-        "reference": Reference(),
-        "advantage": Advantage(),
-        "update": Update(),
-        "importance_sampling": None,
-        "dynamic_sampling": None,
-        "max_staleness": 0,
-        "allow_truncated_sampling": False,
-        "episodes": None,
-    }
-    return complete_settings(default_algorithm="rloo", **(defaults | options))
+    names = {field.name for field in fields(PolicySettings)}
+    written = inspect.signature(RLOO).parameters.items()
+    defaults = {name: one.default for name, one in written if name in names}
+    own = {"num_generations": 2, "sampling": Sampling(max_new_tokens=4)}
+    return PolicySettings.complete(default_algorithm="rloo", **(defaults | own | options))
 
 
 def iteration(rank: int = 0, world_size: int = 1) -> Iteration:
@@ -108,14 +99,15 @@ def sample(language_model, tokenizer):
 
 
 def test_a_sampler_returns_responses_scores_and_columns(sample) -> None:
-    found, seeds = sample(iteration(), "one", "and two", algorithm="remax")
-    assert [record["completion"] for record in found.records] == ["1", "11", "111", "1111"]
+    it = iteration()
+    found, seeds = sample(it, "one", "and two", algorithm="remax")
+    assert [record["completion"] for record in it.records] == ["1", "11", "111", "1111"]
     assert found.scores.tolist() == found.columns["reward/length"].tolist() == [1, 2, 3, 4]
     # beside them one greedy response to each prompt: "2" and "22"
     assert found.columns["greedy"].tolist() == [1, 1, 2, 2]
     assert [len(set(asked)) for asked in seeds] == [4, 2]
-    assert not found.stored
-    assert not found.filler.any()
+    assert found.old_source is None
+    assert found.counted.all()
     # seeds of (run, iteration, prompt), no state
     assert sample(iteration(), "one", "and two")[1] == seeds[:1]
 
@@ -153,8 +145,11 @@ def test_a_scorer_gives_log_probabilities_of_policy_and_reference(
         parameter.mul_(1.1)
     engine.capabilities = Capabilities(exact=False)
     scorer = Scorer(language_model, reference, engine, settings, models={"policy": language_model})
-    scored = scorer(rollout, iteration(), stored=False, kl_coef=0.05)
-    assert not scored.from_engine
+    it = iteration()
+    it.kl_coef = 0.05
+    experience = as_experience(rollout, scores=torch.zeros(4))
+    scored = scorer(experience, it)
+    assert scored.old_source == "policy"
     for model, found in (
         (language_model, scored.old_logprobs),
         (reference.model, scored.ref_logprobs),
@@ -168,4 +163,4 @@ def test_a_scorer_gives_log_probabilities_of_policy_and_reference(
             torch.testing.assert_close(
                 found[row, 1 : len(ids)][said], expected[said], rtol=1e-4, atol=1e-5
             )
-    assert scorer(rollout, iteration(), stored=False, kl_coef=0.0).ref_logprobs is None
+    assert scorer(experience, iteration()).ref_logprobs is None

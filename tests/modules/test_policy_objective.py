@@ -13,7 +13,6 @@ from torch import Tensor
 from lrlhf.functional import POLICY_LOSSES, Algorithm, PolicyLoss
 from lrlhf.modules.metrics.metric_sums import MetricSums
 from lrlhf.modules.metrics.rollout_metrics import measure_update
-from lrlhf.modules.policy.complete_settings import assemble_algorithm
 from lrlhf.modules.policy.experience import as_experience, compute_advantages
 from lrlhf.modules.policy.objective import (
     Denominators,
@@ -22,6 +21,7 @@ from lrlhf.modules.policy.objective import (
     policy_loss,
     summed_tokens,
 )
+from lrlhf.modules.policy.settings import assemble_algorithm
 from lrlhf.modules.settings import Advantage, Update
 from lrlhf.rewards import Rewards
 from lrlhf.types import Experience, Rollout
@@ -70,9 +70,7 @@ def judged(scores: list[float], settings: Advantage, *truncated: int) -> Experie
     rows = len(scores)
     cut = torch.tensor([row in truncated for row in range(rows)])
     rollout = rollout_of(torch.ones(rows, 2, dtype=torch.bool), cut, rows)
-    experience = as_experience(
-        rollout, scores=torch.tensor(scores), old_logprobs=None, ref_logprobs=None
-    )
+    experience = as_experience(rollout, scores=torch.tensor(scores))
     return with_advantages(experience, settings, rows)
 
 
@@ -236,7 +234,7 @@ def test_kl_and_entropy_keep_their_proportion_to_the_policy_term(
 def test_clip_fractions_are_of_what_the_loss_clips(name: str, clipped: float) -> None:
     rollout = rollout_of(torch.ones(1, 2, dtype=torch.bool), torch.zeros(1).bool(), 1)
     old = torch.full(rollout.response_mask.shape, -2.0) * rollout.response_mask
-    experience = as_experience(rollout, scores=torch.zeros(1), old_logprobs=old, ref_logprobs=None)
+    experience = as_experience(rollout, scores=torch.zeros(1), old_logprobs=old)
     experience = replace(experience, advantages=torch.ones_like(old))
     # of two tokens one has moved: by more than any range, as has their mean of 0.75
     moved = torch.tensor([[0.0, 1.5, 0.0]])

@@ -23,7 +23,7 @@ from lrlhf.modules import (
     Reference,
     Update,
 )
-from lrlhf.modules.policy.policy_parts import advance_schedules
+from lrlhf.modules.policy_module import advance_schedules
 from lrlhf.rewards import Rewards
 from tests.conftest import build_language_model
 from tests.modules.policy_runs import assert_same, letters, moved, sgd, weights
@@ -219,9 +219,9 @@ def test_a_resumed_run_ends_in_the_same_state(ppo, train, critic_of, tmp_path) -
         state = {
             "policy": module.policy.state_dict(),
             "critic": module.critic.state_dict(),
-            "reference": module.parts.reference.state_dict(),
+            "reference": module.reference.state_dict(),
             "kl_coef": module.kl_coef,
-            "moments": module.parts.moments.state_dict(),
+            "running_scores": module.running_scores.state_dict(),
             "callbacks": [callback.state_dict() for callback in callbacks[:2]],
             "step": trainer.global_step,
             "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
@@ -237,7 +237,7 @@ def test_a_resumed_run_ends_in_the_same_state(ppo, train, critic_of, tmp_path) -
     found = end_of(again, callbacks, ckpt_path=str(tmp_path / "step=000003.ckpt"))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert expected["kl_coef"] != 0.1
-    assert expected["moments"]["count"] == 5 * 8
+    assert expected["running_scores"]["count"] == 5 * 8
 
 
 # ---- options

@@ -164,10 +164,10 @@ def test_a_teacher_reads_episodes_that_end_with_the_engines_context(
         RLOO, language_model, tokenizer, rewards=None, engine=engine, teacher=Teacher(model=folder)
     )
     for engine.reads in (None, 19, 20):  # None: it has not started
-        module.parts.teaching.check_prompts(prompts, "sampling")
+        module.teacher.check_prompts(prompts, "sampling")
     engine.reads = 21
     with pytest.raises(ValueError, match=r"prompt of 8 and sampling\.max_new_tokens, 40"):
-        module.parts.teaching.check_prompts(prompts, "sampling")
+        module.teacher.check_prompts(prompts, "sampling")
 
 
 @pytest.mark.parametrize("forks", [False, True])

@@ -1,7 +1,10 @@
 """RLOO end to end on a model of 27,000 parameters: learning, export, and what must not matter."""
 
+from __future__ import annotations
+
 import contextlib
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +12,24 @@ import lightning as L
 import peft
 import pytest
 import torch
+from torch import Tensor
 
+from lrlhf.datamodules import PromptDataModule
 from lrlhf.functional import ALGORITHMS
 from lrlhf.models import CausalLM, LoRA, sequence_logprobs
 from lrlhf.modules import Guard, Reference, Update
-from lrlhf.modules.policy import scorer
+from lrlhf.modules.policy import score
 from lrlhf.rewards import IsolatedReward, Rewards
-from lrlhf.rollout import Collector, Response, Sampling, VLLMEngine, assemble_rollout
-from lrlhf.types import PromptBatch
+from lrlhf.rollout import (
+    Collector,
+    EngineWrapper,
+    Response,
+    Sampling,
+    TransformersEngine,
+    VLLMEngine,
+    assemble_rollout,
+)
+from lrlhf.types import PromptBatch, Rollout
 from tests.conftest import build_language_model
 from tests.modules.policy_runs import SkewedEngine, assert_same, letters, moved, sgd
 
@@ -206,13 +219,13 @@ def test_packed_rows_train_as_padded_ones(
 
 def test_what_an_exact_engine_sampled_with_is_not_computed_again(build, train, monkeypatch) -> None:
     passes: list[int] = []
-    original = scorer.sequence_outputs
+    original = score.sequence_outputs
 
     def counting(*args: Any, **options: Any) -> Any:
         passes.append(1)
         return original(*args, **options)
 
-    monkeypatch.setattr(scorer, "sequence_outputs", counting)
+    monkeypatch.setattr(score, "sequence_outputs", counting)
     runs = []
     for exact, needed in ((True, 0), (False, 2)):
         passes.clear()
@@ -299,3 +312,42 @@ def test_truncated_sampling_is_allowed_when_asked_for_and_its_mass_is_logged(bui
     sampling = Sampling(max_new_tokens=4, top_k=50)
     run = train(build(sampling=sampling, allow_truncated_sampling=True))
     assert 0 < run.logged["rollout/kept_mass"] < 1
+
+
+PROMPTS = [{"prompt": f"say {letter}"} for letter in "abcd"]
+
+
+class SeededByPrompt(EngineWrapper):
+    """Draws the same responses to a prompt wherever it stands among others."""
+
+    def generate(
+        self, prompts: PromptBatch, *args: Any, seeds: Sequence[int], **options: Any
+    ) -> Rollout:
+        copies = len(seeds) // len(prompts)
+        own = (prompts.input_ids * prompts.attention_mask).sum(dim=1).tolist()
+        seeds = [100 * number + copy for number in own for copy in range(copies)]
+        return super().generate(prompts, *args, seeds=seeds, **options)
+
+
+def test_two_rollouts_before_one_update_are_one_batch_of_their_prompts(build, train) -> None:
+    def change(rows: list[dict[str, str]], **update: Any) -> dict[str, Tensor]:
+        """What one step of gradient descent adds to the weights."""
+        module = build(
+            engine=SeededByPrompt(TransformersEngine()),
+            reference=Reference(kl_coef=0.05),
+            optimizer=sgd(1.0),
+            update=Update(max_grad_norm=math.inf, **update),
+            seed=1,
+        )
+        data = PromptDataModule(rows, batch_size=len(rows), shuffle=False)
+        run = train(module, data=data)
+        assert len(run.experience) == 4 * len(rows)
+        return {name: new - run.before[name] for name, new in run.after.items()}
+
+    first, second = change(PROMPTS[:2]), change(PROMPTS[2:])
+    # of a buffer with both: the gradient of the mean over all of its responses
+    for together in (change(PROMPTS), change(PROMPTS, offload=True, micro_batch_tokens=40)):
+        for name, value in together.items():
+            expected = (first[name] + second[name]) / 2
+            torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-7, msg=name)
+    assert any((first[name] - second[name]).abs().max() > 1e-4 for name in first)

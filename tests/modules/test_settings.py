@@ -1,5 +1,6 @@
 """What RLOO and PPO make of settings that are left out or impossible, from Python and from YAML."""
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +22,8 @@ from lrlhf.modules import (
     Reference,
     Update,
 )
-from lrlhf.modules.policy.complete_settings import assemble_algorithm
+from lrlhf.modules.policy.settings import assemble_algorithm
+from lrlhf.modules.policy_module import PolicyModule, PolicyOptions
 from lrlhf.rewards import JudgeReward, Rewards
 from lrlhf.rollout import Sampling
 from tests.modules.policy_runs import letters
@@ -127,19 +129,19 @@ def test_where_the_penalty_goes_and_how_strong_it_is(
     module = build(**({"reference": Reference()} | options))
     assert module.settings.algorithm.kl_in == placement
     assert module.settings.kl_coef == module.kl_coef == coef
-    assert (module.parts.reference is None) == (coef == 0)
+    assert (module.reference is None) == (coef == 0)
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "estimator", "beside"),
+    ("algorithm", "estimator", "extra"),
     [("rloo", "remax", {"greedy": {"temperature": 0.0}}), ("remax", "grpo", {})],
 )
-def test_what_is_sampled_beside_follows_the_advantages(
-    algorithm: str, estimator: str, beside: dict[str, Any]
+def test_extra_samples_follow_the_advantages(
+    algorithm: str, estimator: str, extra: dict[str, Any]
 ) -> None:
     given = Advantage(estimator=estimator)
     chosen = assemble_algorithm(algorithm, default="rloo", advantage=given, update=Update())
-    assert chosen.beside == beside
+    assert chosen.extra_samples == extra
 
 
 @pytest.mark.parametrize(
@@ -286,3 +288,13 @@ def test_names_and_options_of_an_algorithm_are_checked(
 ) -> None:
     with pytest.raises(ValueError, match=culprit):
         assembled(Advantage(**advantage), Update(**update))
+
+
+def test_type_checkers_see_the_options_that_ppo_passes_on() -> None:
+    written = inspect.signature(PolicyModule).parameters
+    types = {name: kind.__forward_arg__ for name, kind in PolicyOptions.__annotations__.items()}
+    assert {name: one.annotation for name, one in written.items() if name in types} == types
+    assert [*written] == ["policy", "rewards", *types]
+    assert [*inspect.signature(PPO).parameters] == [*written, "critic"]
+    documented = [f"    {name}: " for name in written]
+    assert all(line in (module.__doc__ or "") for module in (RLOO, PPO) for line in documented)

@@ -16,8 +16,7 @@ from transformers import (
 )
 
 from lrlhf.modules import PPO, RLOO, Advantage
-from lrlhf.modules.policy.experience import as_experience, compute_advantages
-from lrlhf.modules.policy.running_moments import UNSCALED
+from lrlhf.modules.policy.experience import UNSCALED, as_experience, compute_advantages
 from lrlhf.rewards import ProcessReward, RewardFunction, Rewards, StepReward, StepValues
 from lrlhf.rollout import Collector, Response, Sampling, TransformersEngine, assemble_rollout
 from lrlhf.rollout.responses import untold_prompts
@@ -165,8 +164,6 @@ def test_gae_sees_each_reward_at_its_step_by_hand(tokenizer: PreTrainedTokenizer
         experience = as_experience(
             rollout,
             scores=torch.tensor([4.5]),
-            old_logprobs=None,
-            ref_logprobs=None,
             values=torch.zeros(rollout.input_ids.shape),
         )
         chosen = Advantage(**{**vars(settings), **changed})
@@ -178,7 +175,7 @@ def test_gae_sees_each_reward_at_its_step_by_hand(tokenizer: PreTrainedTokenizer
             kl_coef=0.0,
             num_generations=1,
             whiten=one_process().whiten,
-            moments=UNSCALED,
+            statistics=UNSCALED,
         )
         numbers: list[float] = found.advantages[0].tolist()
         return numbers

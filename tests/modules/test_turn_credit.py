@@ -8,8 +8,12 @@ import torch
 
 from lrlhf.functional import resolve_algorithm
 from lrlhf.modules import Advantage, Update
-from lrlhf.modules.policy.experience import as_experience, compute_advantages
-from lrlhf.modules.policy.running_moments import UNSCALED, ScoreMoments
+from lrlhf.modules.policy.experience import (
+    UNSCALED,
+    ScoreStatistics,
+    as_experience,
+    compute_advantages,
+)
 from lrlhf.types import Experience
 from tests.modules.policy_runs import one_process
 from tests.modules.test_policy_objective import (
@@ -31,7 +35,7 @@ def credited(
     *,
     estimator: str = "reinforce",
     update: Update = Update(),  # noqa: B008  frozen
-    moments: ScoreMoments = UNSCALED,
+    statistics: ScoreStatistics = UNSCALED,
     scores: tuple[float, float] = (5.0, 3.0),
     rewarded: bool = True,
     **options: Any,
@@ -41,8 +45,6 @@ def credited(
     experience = as_experience(
         replace(rollout, turn_rewards=TURN_REWARDS if rewarded else None),
         scores=torch.tensor(scores),
-        old_logprobs=None,
-        ref_logprobs=None,
         values=VALUES if estimator == "gae" else None,
     )
     settings = Advantage(estimator=estimator, **options)
@@ -54,7 +56,7 @@ def credited(
         kl_coef=0.0,
         num_generations=2,
         whiten=one_process().whiten,
-        moments=moments,
+        statistics=statistics,
     )
 
 
@@ -79,7 +81,7 @@ def credited(
 def test_turns_are_paid_in_the_unit_of_the_scores(
     options: dict[str, Any], first: list[float], second: float
 ) -> None:
-    advantages = credited(moments=ScoreMoments(mean=1.0, deviation=2.0), **options).advantages
+    advantages = credited(statistics=ScoreStatistics(mean=1.0, std=2.0), **options).advantages
     assert advantages.tolist() == [[0, *first[:2], 0, *first[2:]], [0, second, second, 0, 0, 0]]
 
 

@@ -3,7 +3,7 @@
 import torch
 
 from lrlhf.rewards import RewardResult
-from lrlhf.rollout import Collected, beside_of, collect_different, groups_differ
+from lrlhf.rollout import Collected, collect_different, extra_values_of, groups_differ
 from lrlhf.rollout.dynamic_sampling import merge_collected
 from lrlhf.types import PromptBatch, Rollout
 
@@ -41,8 +41,8 @@ def sampled(part: PromptBatch, scores: list[list[float]], width: int) -> Collect
         failures=[],
     )
     records = [{"group": row // 2, "prompt": part.prompts[row // 2]} for row in range(rows)]
-    beside = {"greedy": part.input_ids[:, 0].repeat_interleave(2).float() - 1}
-    return Collected(rollout, result, records).with_beside(beside)
+    extra = {"greedy": part.input_ids[:, 0].repeat_interleave(2).float() - 1}
+    return Collected(rollout, result, records).with_extra_values(extra)
 
 
 SCORES = [[1.0, 1.0], [0.0, 1.0], [0.0, 0.0], [1.0, 0.0], [0.5, 0.25], [NAN, 1.0]]
@@ -74,8 +74,8 @@ def test_rounds_go_on_until_enough_groups_differ() -> None:
     assert [record["prompt"] for record in found.collected.records] == ["p1", "p1", "p3", "p3"]
     assert found.collected.rollout.input_ids[:, 0].tolist() == [1, 1, 3, 3]
     assert not found.filler.any()
-    assert found.collected.beside["greedy"].tolist() == [0, 0, 2, 2]
-    assert found.everything.beside["greedy"].tolist() == [-1, -1, 0, 0, 1, 1, 2, 2]
+    assert found.collected.extra_values["greedy"].tolist() == [0, 0, 2, 2]
+    assert found.everything.extra_values["greedy"].tolist() == [-1, -1, 0, 0, 1, 1, 2, 2]
     rollout = found.collected.rollout
     assert rollout.input_ids.shape == (4, 4)  # three columns in the first round, four after
     assert rollout.attention_mask.sum(dim=1).tolist() == [3, 3, 4, 4]
@@ -83,15 +83,15 @@ def test_rounds_go_on_until_enough_groups_differ() -> None:
     assert rollout.group_ids.unique().numel() == 2
 
 
-def test_what_was_sampled_beside_the_responses_comes_back_from_the_records() -> None:
+def test_extra_values_come_back_from_the_records() -> None:
     collected = collect(6, 2)[0].collected
     values = torch.tensor([0.5, NAN, 1.0, 2.0])
-    collected = collected.with_beside({"other": values})
-    read = beside_of(collected.records)
-    assert list(read) == list(collected.beside) == ["greedy", "other"]
+    collected = collected.with_extra_values({"other": values})
+    read = extra_values_of(collected.records)
+    assert list(read) == list(collected.extra_values) == ["greedy", "other"]
     assert read["greedy"].tolist() == [0, 0, 2, 2]
     torch.testing.assert_close(read["other"], values, equal_nan=True)
-    assert beside_of([{"group": 0}]) == {}
+    assert extra_values_of([{"group": 0}]) == {}
 
 
 def test_a_batch_that_ends_early_is_filled_up() -> None:

@@ -116,7 +116,7 @@ def test_the_algorithm_of_the_contributing_page_needs_nothing_but_its_file(
     module = RLOO(model_folder, Rewards(["repetition_penalty"]), algorithm="my_package.ALGORITHM")
 
     algorithm = module.settings.algorithm
-    assert algorithm.beside == {"greedy": {"temperature": 0.0}}
+    assert algorithm.extra_samples == {"greedy": {"temperature": 0.0}}
     assert module.settings.kl_in_reward
     mask = torch.tensor([[False, True, True], [False, True, False], [False, True, True]])
     advantages = algorithm.estimator(

@@ -128,7 +128,7 @@ class LooksBeforeTheUpdate(RolloutListener, L.Callback):
         if phase != "update":
             return
         module: Any = self.trainer.lightning_module
-        for model in (module.policy, module.parts.reference.model):
+        for model in (module.policy, module.reference.model):
             assert all(isinstance(weight, DTensor) for weight in model.parameters())
         for block in module.policy.model.layers:
             (group,) = block._get_fsdp_state()._fsdp_param_groups
@@ -150,9 +150,9 @@ def test_an_evaluation_alone_asks_a_teacher_that_is_split(
         with reading(later=True):
             module = MODULES["rloo with a teacher"](Path(model_folder))
         assert isinstance(module, RLOO)
-        assert module.parts.teaching is not None
-        assert module.parts.teaching.model is not None
-        assert is_deferred(module.parts.teaching.model.model)
+        assert module.teacher is not None
+        assert module.teacher.model is not None
+        assert is_deferred(module.teacher.model.model)
         trainer = L.Trainer(
             accelerator="cpu",
             devices=ranks,

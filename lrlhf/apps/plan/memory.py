@@ -23,7 +23,7 @@ from lrlhf.cli.config_entries import is_a, options_of, spec_of
 from lrlhf.models import HeadedBackbone, RewardNetwork, ScoreModel, plain_model
 from lrlhf.models.loading.meta import skeleton
 from lrlhf.modules import DPO, SFT
-from lrlhf.modules.policy.batch_plan import BatchPlan, plain_text
+from lrlhf.modules.policy.iteration import BatchPlan, plain_text
 from lrlhf.trainer import GPU_PRECISION
 
 _GIB, _MIB = 2**30, 2**20

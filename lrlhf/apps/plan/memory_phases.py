@@ -40,7 +40,7 @@ from lrlhf.models.loading.meta import skeleton
 from lrlhf.models.media_inputs import placeholder_ids
 from lrlhf.models.token_budget import FIRST_TOKENS
 from lrlhf.modules.dpo import resolve_preference_loss
-from lrlhf.modules.policy.batch_plan import BatchPlan
+from lrlhf.modules.policy.iteration import BatchPlan
 from lrlhf.rollout import TransformersEngine
 from lrlhf.rollout.vllm import VLLMEngine, VLLMServerEngine
 from lrlhf.types import SequenceBatch

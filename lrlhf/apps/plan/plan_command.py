@@ -19,7 +19,7 @@ from lrlhf.cli.config_entries import is_a, options_of
 from lrlhf.cli.readers import Reader
 from lrlhf.cli.run_sizes import has_batch_plan, planned_batches, processes, training_steps
 from lrlhf.modules import DPO, SFT, RewardModel, TrainingModule
-from lrlhf.modules.policy.batch_plan import BatchPlan, Quantity, table_of
+from lrlhf.modules.policy.iteration import BatchPlan, Quantity, table_of
 
 
 def add_plan_options(parser: ArgumentParser) -> None:

@@ -23,7 +23,7 @@ from lrlhf.cli.config_entries import is_a, options_of, spec_of
 from lrlhf.models import CausalLM, ValueModel, ValueNetwork, new_value_head, packs, plain_model
 from lrlhf.models.loading.meta import skeleton
 from lrlhf.models.scorers import blocks_of
-from lrlhf.modules.policy.batch_plan import BatchPlan, plain_text
+from lrlhf.modules.policy.iteration import BatchPlan, plain_text
 from lrlhf.rollout import TransformersEngine
 from lrlhf.rollout.vllm import VLLMServerEngine
 

@@ -17,7 +17,7 @@ from lrlhf.cli.trained_policy import TrainedPolicy, load_to_talk
 from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.chat import ChatFormat
 from lrlhf.models import context_length, eos_token_ids, plain_model, ruled_out_ids
-from lrlhf.modules.policy.text_generation import PromptReader
+from lrlhf.modules.policy.generate import PromptReader
 from lrlhf.rollout import Sampling
 from lrlhf.rollout.engines.prompt_sharing import plain_generation_config
 from lrlhf.secrets import safe

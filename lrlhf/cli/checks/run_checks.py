@@ -40,9 +40,9 @@ from lrlhf.cli.run_sizes import has_batch_plan, planned_batches, processes, trai
 from lrlhf.datamodules import RowDataModule
 from lrlhf.datamodules.loading.splits import FirstRows
 from lrlhf.models import TextLimits
-from lrlhf.modules.policy.batch_plan import BatchPlan, Quantity
-from lrlhf.modules.policy.policy_settings import PolicySettings
-from lrlhf.modules.policy.sampler_checks import check_beside, check_compared, check_evaluation
+from lrlhf.modules.policy.iteration import BatchPlan, Quantity
+from lrlhf.modules.policy.sample import check_compared, check_evaluation, check_extra_samples
+from lrlhf.modules.policy.settings import PolicySettings
 from lrlhf.rewards import Rewards
 from lrlhf.rollout.vllm import VLLMEngine, VLLMServerEngine
 from lrlhf.rollout.vllm.rank_group import check_group_size
@@ -271,7 +271,7 @@ def check_siblings(settings: PolicySettings | None, rewards: Rewards | None) -> 
         rest = str(error).removeprefix("num_generations is ")
         raise MistakeError(("model", "num_generations"), rest) from error
     try:
-        check_beside(rewards, settings.algorithm.beside)
+        check_extra_samples(rewards, settings.algorithm.extra_samples)
     except ValueError as error:
         raise MistakeError(("model", "rewards"), str(error)) from error
 

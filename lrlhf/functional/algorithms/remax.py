@@ -41,5 +41,5 @@ ALGORITHM = Algorithm(
     estimator=Estimator(remax),
     loss=POLICY_GRADIENT._replace(name="remax", aggregate="sequence_sum"),
     kl_in="reward",
-    beside={"greedy": {"temperature": 0.0}},
+    extra_samples={"greedy": {"temperature": 0.0}},
 )

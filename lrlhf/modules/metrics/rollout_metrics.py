@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 
@@ -25,7 +26,7 @@ def measure_rollout(
     metrics: MetricSums,
     *,
     num_generations: int,
-    teaches: Tensor,
+    informative: Tensor,
 ) -> None:
     """Scores, lengths, truncation, and groups that teach nothing.
 
@@ -34,7 +35,7 @@ def measure_rollout(
         result: What the rewards said of them.
         metrics: Are told.
         num_generations: Responses per prompt.
-        teaches: `[P]`, see `teaching_groups`.
+        informative: `[P]`, see `informative_groups`.
     """
     scores = result.scores.double()
     groups = scores.view(-1, num_generations)
@@ -45,7 +46,7 @@ def measure_rollout(
             if len(scorable) > 1:
                 metrics.add("rollout/score_std", scorable.std(), 1.0)
     metrics.add_moments("rollout/score_std_all", scores[scores.isfinite()])
-    metrics.add_values("rollout/zero_variance_groups", (~teaches).double())
+    metrics.add_values("rollout/zero_variance_groups", (~informative).double())
     metrics.add_values("rollout/unscorable_fraction", scores.isnan().double())
     lengths = rollout.response_mask.sum(dim=1).double()
     metrics.add_range("rollout/response_length", lengths)
@@ -118,9 +119,7 @@ def measure_update(
     mask = micro.loss_mask
     tokens = mask.sum()
     old = micro.old_logprobs
-    if old is None:
-        old = logprobs
-        measure_mismatch(logprobs, micro, metrics)
+    assert old is not None
     bounds = loss.clip_range
     low, high = (math.inf, math.inf) if bounds is None else bounds
     measured = policy_metrics(logprobs, old, mask, clip_low=low, clip_high=high)
@@ -176,3 +175,67 @@ def measure_critic(experience: Experience, metrics: MetricSums) -> None:
 def explained_variance(error_std: float, return_std: float) -> float:
     """Share of the returns' variance that the values explain; below 0: worse than their mean."""
     return 1.0 - (error_std / return_std) ** 2 if return_std > 0 else float("nan")
+
+
+logger = logging.getLogger(__name__)
+
+_ITERATIONS = 5
+_RESPONSES = 64
+
+
+class ConstantRewards:
+    """Warns of each reward function with the same value for every response from the start on.
+
+    Such a function teaches nothing, and nothing else says so where others beside it do differ. It
+    is looked at until five iterations and 64 responses of this process are over; functions of
+    weight 0 are left out, and so is a response without a value.
+    """
+
+    def __init__(self) -> None:
+        self._iterations = 0
+        self._settled = False
+        self._counts: dict[str, int] = {}
+        self._ranges: dict[str, tuple[float, float]] = {}
+
+    def observe(self, result: RewardResult, *, chats: bool) -> None:
+        """Take in the scores of an iteration, and warn once that is due.
+
+        Args:
+            result: Of the iteration's responses.
+            chats: Whether the prompts are chats, so that responses are lists of messages.
+        """
+        if self._settled:
+            return
+        self._iterations += 1
+        for column, name in enumerate(result.names):
+            values = result.per_function[:, column]
+            kept = values.isfinite()
+            if result.weights is not None:
+                kept &= result.weights[:, column].nan_to_num(nan=0.0) != 0
+            if not kept.any():
+                continue
+            low, high = self._ranges.get(name, (math.inf, -math.inf))
+            values = values[kept]
+            self._ranges[name] = min(low, float(values.min())), max(high, float(values.max()))
+            self._counts[name] = self._counts.get(name, 0) + len(values)
+        over = max(self._counts.values(), default=0) >= _RESPONSES
+        if self._iterations >= _ITERATIONS and over:
+            self._settled = True
+            self._warn(chats)
+
+    def _warn(self, chats: bool) -> None:
+        remark = (
+            " The prompts are chats (messages, or as_chat), so completions are lists of messages: "
+            "a function that looks for text takes lrlhf.rewards.completion_text of each."
+        )
+        for name, (low, high) in self._ranges.items():
+            if low == high and self._counts[name] >= _RESPONSES:
+                logger.warning(
+                    "the reward function %r has returned %g for each of the first %d responses, "
+                    "so it has taught nothing so far; `lrlhf reward RUN` shows what the rewards "
+                    "say of a run's responses.%s",
+                    name,
+                    low,
+                    self._counts[name],
+                    remark if chats else "",
+                )

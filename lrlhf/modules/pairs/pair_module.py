@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.guard import Anomaly, Guard, Retaken, StepBundle
-from lrlhf.guard.guard_settings import refuse_policy_limits
+from lrlhf.guard import Anomaly, Guard, ReplayedStep, StepBundle
+from lrlhf.guard.anomalies import refuse_policy_limits
 from lrlhf.models.token_budget import GIB, PEAK_MEMORY, peak_memory
 from lrlhf.modules.base import TrainingModule
 from lrlhf.modules.checks import refuse_other_batch, uses_loss_scaler
@@ -31,8 +31,15 @@ from lrlhf.modules.metrics.reward_metrics import (
 )
 from lrlhf.modules.optimizers import OptimizerAndScheduler, OptimizerConfig
 from lrlhf.modules.pairs.pair_losses import PairObjective
-from lrlhf.modules.pairs.pair_records import bad_place, score_records, step_records
-from lrlhf.modules.pairs.pair_step import MicroBatch, PairMean, PairScores, PairStep
+from lrlhf.modules.pairs.pair_step import (
+    MicroBatch,
+    PairMean,
+    PairScores,
+    PairStep,
+    bad_place,
+    score_records,
+    step_records,
+)
 from lrlhf.modules.validation_sets import set_names, source_names
 from lrlhf.run import Collectives, gradients_of, seed_everything_for
 from lrlhf.run.lightning_internals import trainer_of
@@ -220,11 +227,11 @@ class PairModule(TrainingModule):
 
     @property
     def step_names(self) -> tuple[str, ...]:
-        """The steps that `retake` knows."""
+        """The steps that `replay_step` knows."""
         return (self.stage,)
 
-    def retake(self, bundle: StepBundle) -> Retaken:
-        """Take the step of a dump again, see `lrlhf.guard.dump_replay.Replayable`."""
+    def replay_step(self, bundle: StepBundle) -> ReplayedStep:
+        """Replay the step of a dump, see `lrlhf.guard.dump_replay.Replayable`."""
         optimizer = self.optimizers()
         assert isinstance(optimizer, LightningOptimizer)
         for batch, seed in zip(bundle.batches.values(), bundle.seeds, strict=True):
@@ -232,7 +239,7 @@ class PairModule(TrainingModule):
             self.manual_backward(self._loss(batch.to(self.device), seed))
         records = step_records(self._step.micro_batches, self.head_names, self.tokenizer)
         optimizer.step()
-        return Retaken(records)
+        return ReplayedStep(records)
 
     # ---- evaluation
 

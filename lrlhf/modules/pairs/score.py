@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.media import MediaProcessor
+from lrlhf.datamodules.rows.bad_rows import BadRow
+from lrlhf.datamodules.rows.chat import read_messages
+from lrlhf.datamodules.rows.columns import text_of
+from lrlhf.datamodules.rows.media_rows import MediaReader
+from lrlhf.datamodules.rows.prompt_rows import DEFAULT_PROMPT_COLUMN, column_or_dialogue
+from lrlhf.media import MediaOptions, MediaProcessor, read_audio, read_image, read_video
 from lrlhf.models import RewardNetwork, evaluating
+from lrlhf.modules.prompt_forms import refusal, rows_of
 from lrlhf.rewards import LearnedReward
+from lrlhf.types import Prompt
 
 
 class _Scores(Protocol):
@@ -55,12 +62,9 @@ def score(
         >>> module.score("What is 2 + 2?", ["4", "5"])
         [3.1, -2.7]
     """
-    # not at the top: it brings all that reads data sets
-    from lrlhf.modules.pairs import score_inputs  # noqa: PLC0415
-
     alone = isinstance(responses, str)
     listed = [responses] if isinstance(responses, str) else list(responses)
-    asked = score_inputs.prompts_of(prompts, images, len(listed), module.processor)
+    asked = prompts_of(prompts, images, len(listed), module.processor)
     reward = LearnedReward.of_network(
         module.network, module.tokenizer, module.processor, head=head, batch_size=batch_size
     )
@@ -74,3 +78,60 @@ def score(
             audios=[one.audios for one in asked],
         )
     return scores[0] if alone else scores
+
+
+class Asked(NamedTuple):
+    """A prompt, and what it shows."""
+
+    prompt: Prompt
+    images: list[Any]
+    videos: list[Any]
+    audios: list[Any]
+
+
+def prompts_of(
+    prompts: Any, images: Any, count: int, processor: MediaProcessor | None
+) -> list[Asked]:
+    """Read the prompt of each of ``count`` responses.
+
+    Raises:
+        TypeError: A prompt is of no known form.
+        ValueError: They are not as many, or one cannot be read.
+    """
+    if images is not None and processor is None:
+        raise ValueError("images were given, and the reward model reads text only")
+    rows, alone = rows_of(prompts, images)
+    reader = MediaReader(processor)
+    asked = []
+    for number, row in enumerate(rows):
+        try:
+            asked.append(_read(row, reader))
+        except BadRow as problem:
+            raise refusal(number, problem) from problem
+    if alone:
+        return asked * count
+    if len(asked) != count:
+        raise ValueError(
+            f"there are {len(asked)} prompts and {count} responses; give a prompt for each "
+            "response, or one prompt for all"
+        )
+    return asked
+
+
+def _read(row: Mapping[str, Any], reader: MediaReader) -> Asked:
+    column = column_or_dialogue(
+        row, DEFAULT_PROMPT_COLUMN, default=DEFAULT_PROMPT_COLUMN, setting="prompt"
+    )
+    turns: Prompt
+    refs = reader.of_columns(row, None)
+    if isinstance(row[column], str):
+        (turns,) = reader.of_texts((text_of(row, column),), refs)
+    else:
+        turns, refs = reader.of_messages(read_messages(row[column], column), refs, None)
+    options = MediaOptions()
+    return Asked(
+        turns,
+        [read_image(value, options) for value in refs.images],
+        [read_video(value, options) for value in refs.videos],
+        [read_audio(value) for value in refs.audios],
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -10,7 +9,8 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lrlhf.guard.step_watch import StepWatch
+from lrlhf.functional.algorithm import Algorithm
+from lrlhf.guard.anomalies import StepWatch
 from lrlhf.models import (
     ValueHead,
     ValueModel,
@@ -19,14 +19,15 @@ from lrlhf.models import (
     plain_model,
     sequence_values,
 )
+from lrlhf.modules.base import SteppedOptimizer
 from lrlhf.modules.metrics.rollout_metrics import measure_values
 from lrlhf.modules.optimizers import OptimizerAndScheduler
-from lrlhf.modules.policy.gradient_step import GradientStep, PolicyStep
-from lrlhf.modules.policy.iteration import Iteration, UpdateContext
-from lrlhf.modules.policy.objective import Denominators, value_loss
-from lrlhf.modules.policy.policy_settings import PolicySettings
-from lrlhf.modules.policy.row_step import Stepped
-from lrlhf.modules.policy.running_moments import ScoreMoments
+from lrlhf.modules.policy.experience import ScoreStatistics
+from lrlhf.modules.policy.iteration import Iteration
+from lrlhf.modules.policy.load_policy import LoadedPolicy
+from lrlhf.modules.policy.objective import Denominators, PolicyStep, step_of, value_loss
+from lrlhf.modules.policy.settings import PolicySettings
+from lrlhf.modules.policy.update import OptimizerStep
 from lrlhf.modules.settings import Critic
 from lrlhf.run.quiet_output import quiet
 from lrlhf.types import Experience, SequenceBatch
@@ -50,10 +51,10 @@ class ValueFunction(NamedTuple):
         """What its optimizer trains."""
         return self.head if self.network is None else self.network
 
-    def follow(self, moments: ScoreMoments, *, step: int) -> None:
+    def follow(self, statistics: ScoreStatistics, *, step: int) -> None:
         """Have a new head that learns judge in units of the scores so far."""
         if self.head.is_new and step >= self.settings.freeze_steps:
-            self.head.measure_in(moments.deviation, moments.mean)
+            self.head.measure_in(statistics.std, statistics.mean)
 
     def optimizer(self, total_steps: float) -> OptimizerAndScheduler:
         """Build its optimizer: a new head is further from what it should be than a body.
@@ -70,6 +71,26 @@ class ValueFunction(NamedTuple):
         if self.network is None:
             return settings.filled(lr=head_lr).build(named, learning)
         return settings.filled(lr=_LR).build(named, learning, lrs={"head.": head_lr})
+
+
+def check_critic(algorithm: Algorithm, critic: Critic | None) -> None:
+    """Refuse a critic that nothing reads, and an algorithm that misses one.
+
+    Args:
+        algorithm: Of the run.
+        critic: None: there is none.
+
+    Raises:
+        ValueError: One of the two.
+    """
+    if algorithm.estimator.uses_values == (critic is not None):
+        return
+    raise ValueError(
+        f"algorithm {algorithm.name!r} needs a critic, and critic is null: use "
+        "lrlhf.modules.PPO with its critic"
+        if critic is None
+        else f"algorithm {algorithm.name!r} uses no values: set critic: null, or take ppo"
+    )
 
 
 @quiet()
@@ -112,14 +133,41 @@ def _check_vocabulary(network: ValueNetwork, tokenizer: PreTrainedTokenizerBase)
         )
 
 
-class _ValueObjective:
-    """The value loss on the micro-batches of one optimizer step."""
+class CriticStep:
+    """The critic's optimizer step on a minibatch.
 
-    def __init__(self, critic: ValueFunction, policy: PreTrainedModel | PeftModel) -> None:
-        self._critic = critic
-        self._policy = policy
+    Args:
+        critic: What is trained; its optimizer is the module's second.
+        policy: Its backbone is read by a head.
+        settings: Of the run.
+    """
 
-    def values(self, micro: Experience) -> Tensor:
+    stage = "value"
+    """What dumps call it."""
+
+    def __init__(
+        self, critic: ValueFunction, policy: LoadedPolicy, settings: PolicySettings
+    ) -> None:
+        self._critic, self._policy = critic, policy.model
+        own = critic.settings
+        self.optimizer = SteppedOptimizer(1, "value", own.max_grad_norm, own.freeze_steps)
+        model = policy.model if critic.network is None else critic.network.backbone
+        self._optimizer_step = step_of([model], policy.tokenizer, settings)
+
+    def __call__(
+        self, part: Experience, text: SequenceBatch | None, it: Iteration
+    ) -> StepWatch | None:
+        """Take the step, see `PolicyStep`; texts belong to that one."""
+        del text
+        totals = Denominators.of(part, it)
+        if it.freezes(self.optimizer) or float(totals.valued) == 0:
+            return None
+        step = self._optimizer_step(part, it, [self.optimizer], stage=self.stage)
+        for micro in step:
+            step.backward(self.loss(self._values(micro), micro, step, totals, it))
+        return step.watch
+
+    def _values(self, micro: Experience) -> Tensor:
         """`[B, T]`; a head reads a backbone that gets no gradient from it."""
         if self._critic.network is not None:
             values: Tensor = self._critic.network(micro)
@@ -139,132 +187,55 @@ class _ValueObjective:
         self,
         values: Tensor,
         micro: Experience,
-        share: float,
-        watch: StepWatch,
-        *,
+        step: OptimizerStep[Experience],
         totals: Denominators,
         it: Iteration,
-        deviation: float,
     ) -> Tensor:
-        watch.outputs["the values"] = values.detach()
+        """Compute a micro-batch's share of the value loss, see `PolicyStep.loss`."""
+        step.watch.outputs["the values"] = values.detach()
         critic, clip = self._critic.settings, self._critic.settings.value_clip_range
         if clip is not None:
-            critic = replace(critic, value_clip_range=clip * deviation)
+            critic = replace(critic, value_clip_range=clip * it.value_unit)
         loss = value_loss(values, micro, critic=critic, totals=totals)
-        it.metrics.add("value/loss", loss, share)
+        it.metrics.add("value/loss", loss, step.share)
         measure_values(values.detach(), micro, it.metrics, critic=critic)
         return loss
 
 
-class CriticStep:
-    """Takes the critic's optimizer step on a minibatch.
-
-    Args:
-        critic: What is trained; its optimizer is the module's second.
-        policy: Its backbone is read by a head.
-        tokenizer: Writes the rows of a dump.
-        settings: Of the run.
-    """
-
-    stage = "value"
-
-    def __init__(
-        self,
-        critic: ValueFunction,
-        policy: PreTrainedModel | PeftModel,
-        tokenizer: PreTrainedTokenizerBase,
-        settings: PolicySettings,
-    ) -> None:
-        self.objective = _ValueObjective(critic, policy)
-        own = critic.settings
-        self.stepped = Stepped(1, "value", own.max_grad_norm, own.freeze_steps)
-        self.models = [policy if critic.network is None else critic.network.backbone]
-        self._gradient = GradientStep(self.stage, self.models, tokenizer, settings)
-
-    def __call__(
-        self, part: Experience, text: SequenceBatch | None, it: Iteration, context: UpdateContext
-    ) -> StepWatch | None:
-        totals = self._gradient.denominators(part, it)
-        if self.stepped.waits(it) or float(totals.valued) == 0:
-            return None
-
-        def loss_of(micro: Experience, share: float, watch: StepWatch) -> Tensor:
-            return self.objective.loss(
-                self.objective.values(micro),
-                micro,
-                share,
-                watch,
-                totals=totals,
-                it=it,
-                deviation=context.value_unit,
-            )
-
-        # texts belong to the policy's step
-        return self._gradient.take(
-            part, None, it, context, loss_of=loss_of, optimizers=[self.stepped]
-        )
-
-
 class JointStep:
-    """Takes the steps of policy and head from one pass over the backbone that they share.
+    """The steps of policy and head from one pass over the backbone that they share.
 
     Args:
         policy: The policy's step, whose loss and optimizer are used.
         critic: The critic's.
-        tokenizer: Writes the rows of a dump.
-        settings: Of the run.
     """
 
     stage = "joint"
+    """What dumps call it."""
 
-    def __init__(
-        self,
-        policy: PolicyStep,
-        critic: CriticStep,
-        tokenizer: PreTrainedTokenizerBase,
-        settings: PolicySettings,
-    ) -> None:
+    def __init__(self, policy: PolicyStep, critic: CriticStep) -> None:
         self._policy, self._critic = policy, critic
-        # the backbone, and a teacher whose divergence is in the loss
-        self._gradient = GradientStep(self.stage, policy.models, tokenizer, settings)
 
     def __call__(
-        self, part: Experience, text: SequenceBatch | None, it: Iteration, context: UpdateContext
+        self, part: Experience, text: SequenceBatch | None, it: Iteration
     ) -> StepWatch | None:
-        totals = self._gradient.denominators(part, it)
+        """Take the steps, see `PolicyStep`."""
+        policy, critic = self._policy, self._critic
+        totals = Denominators.of(part, it)
         if float(totals.tokens) == 0 and text is None:
             return None
-        waits = self._critic.stepped.waits(it) or float(totals.valued) == 0
-
-        def loss_of(micro: Experience, share: float, watch: StepWatch) -> Tensor:
-            loss, out = self._policy.objective.loss(
-                micro,
-                share,
-                watch,
-                totals=totals,
-                it=it,
-                context=context,
-                value_head=self._critic.objective.read_backbone,
-            )
-            assert out.values is not None
-            value = self._critic.objective.loss(
-                out.values,
-                micro,
-                share,
-                watch,
-                totals=totals,
-                it=it,
-                deviation=context.value_unit,
-            )
-            return loss if waits else loss + value
-
-        stepped: Sequence[Stepped] = [self._policy.stepped]
-        return self._gradient.take(
+        frozen = it.freezes(critic.optimizer) or float(totals.valued) == 0
+        step = policy.optimizer_step(
             part,
-            text,
             it,
-            context,
-            loss_of=loss_of,
-            optimizers=[*stepped, *([] if waits else [self._critic.stepped])],
-            text_loss=self._policy.objective.text_loss(text, it),
+            [policy.optimizer] if frozen else [policy.optimizer, critic.optimizer],
+            stage=self.stage,
+            text=text,
+            text_loss=policy.text_loss(text, it),
         )
+        for micro in step:
+            loss, out = policy.loss(micro, step, totals, it, value_head=critic.read_backbone)
+            assert out.values is not None
+            value = critic.loss(out.values, micro, step, totals, it)
+            step.backward(loss if frozen else loss + value)
+        return step.watch

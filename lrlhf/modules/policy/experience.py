@@ -7,124 +7,171 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from lrlhf.functional.advantages import has_baseline
 from lrlhf.functional.algorithm import Algorithm, EstimatorInputs
-from lrlhf.functional.distillation import TeacherStatistics, teacher_advantages
+from lrlhf.functional.importance import IMPORTANCE_MODES, importance_weights
 from lrlhf.functional.kl import MAX_LOG_RATIO, kl_estimate
 from lrlhf.functional.masking import last_tokens, masked_mean, masked_sum
 from lrlhf.functional.policy import high_entropy_mask
 from lrlhf.modules.metrics.metric_sums import MetricSums
-from lrlhf.modules.policy.importance_sampling import with_importance_weights
 from lrlhf.modules.policy.iteration import Iteration
-from lrlhf.modules.policy.policy_settings import PolicySettings, check_turn_rewards
-from lrlhf.modules.policy.running_moments import UNSCALED, ScoreMoments
-from lrlhf.modules.settings import Advantage
+from lrlhf.modules.policy.settings import PolicySettings, check_turn_rewards
+from lrlhf.modules.settings import AUTOMATIC, Advantage, ImportanceSampling
 from lrlhf.rollout import Collected
+from lrlhf.run import Collectives
 from lrlhf.types import Experience, Rollout
+
+ScaleRewards: TypeAlias = Literal["none", "std", "mean_std"]
+
+
+class ScoreStatistics(NamedTuple):
+    """Mean and standard deviation that scores, and values of them, are measured against."""
+
+    mean: float
+    std: float
+
+    def scaled(self, scores: Float[Tensor, " B"], mode: ScaleRewards) -> Float[Tensor, " B"]:
+        """Divide by the standard deviation, and with ``mean_std`` subtract the mean before."""
+        if mode == "none":
+            return scores
+        centre = self.mean if mode == "mean_std" else 0.0
+        return (scores - centre) / self.std
+
+    def scaled_parts(self, parts: Float[Tensor, "B T"], mode: ScaleRewards) -> Float[Tensor, "B T"]:
+        """Divide what is only a part of a score; the mean goes off the rest of it."""
+        return parts if mode == "none" else parts / self.std
+
+    def of_scaled(self, mode: ScaleRewards) -> ScoreStatistics:
+        """Return the statistics of the scores after `scaled`."""
+        if mode == "none":
+            return self
+        centre = 0.0 if mode == "mean_std" else self.mean
+        return ScoreStatistics(centre / self.std, 1.0)
+
+
+UNSCALED = ScoreStatistics(mean=0.0, std=1.0)
+
+
+class RunningScores:
+    """Running mean and standard deviation of the scores of all ranks and iterations.
+
+    A batch is counted before it is scaled, so the first one is scaled by its own deviation.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0.0
+        self.mean = 0.0
+        self.squares = 0.0
+        """Sum of the squared distances from the mean."""
+
+    @property
+    def std(self) -> float:
+        """Standard deviation (Bessel-corrected); 1 before two scores are known."""
+        if self.count < 2 or self.squares <= 0:
+            return 1.0
+        return float((self.squares / (self.count - 1)) ** 0.5)
+
+    def update(self, scores: Float[Tensor, " B"], collectives: Collectives) -> ScoreStatistics:
+        """Count the finite scores of all ranks; returns the statistics with them.
+
+        Reference:
+            Chan, Golub, LeVeque 1979, eq. 2.1 (combining the moments of two samples)
+        """
+        finite = scores[scores.isfinite()].double()
+        total = collectives.sum(torch.stack([finite.sum(), torch.ones_like(finite).sum()]))
+        count = float(total[1])
+        if count == 0:
+            return self.statistics
+        mean = float(total[0]) / count
+        squares = float(collectives.sum((finite - mean).square().sum()))
+        distance = mean - self.mean
+        combined = self.count + count
+        self.squares += squares + distance**2 * self.count * count / combined
+        self.mean += distance * count / combined
+        self.count = combined
+        return self.statistics
+
+    @property
+    def statistics(self) -> ScoreStatistics:
+        """Mean and standard deviation so far."""
+        return ScoreStatistics(self.mean, self.std)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs."""
+        return {"count": self.count, "mean": self.mean, "squares": self.squares}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state``."""
+        self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]
+
 
 Whiten = Callable[..., Tensor]
 """Whitens the masked values of all ranks: ``whiten(values, mask, eps=…)``."""
 
 
-class Sample(NamedTuple):
-    """Responses and their scores, as an iteration starts from them."""
-
-    rollout: Rollout
-    scores: Tensor
-    """`[B]` float32 on the device of the rollout; NaN: no reward could score the response."""
-    columns: dict[str, Tensor]
-    """`[B]` by name: what each reward function gave (``reward/<name>``) and what it counts
-    (``weight/<name>``), and the score of what the algorithm samples beside the responses."""
-    filler: Tensor
-    """`[B]`, rows that only fill the batch."""
-    records: list[dict[str, Any]]
-    stored: bool
-    """Whether an earlier run's policy generated the responses."""
-
-
-class Scored(NamedTuple):
-    """Outputs of the models for a rollout, `[B, T]` each; None: not needed."""
-
-    old_logprobs: Tensor | None
-    """Of the policy that generated the responses: the update starts from it."""
-    policy_logprobs: Tensor | None
-    """Of the policy as it is, where an earlier one generated the responses."""
-    ref_logprobs: Tensor | None
-    entropy: Tensor | None
-    values: Tensor | None
-    distance: TeacherStatistics | None
-    """To the teacher, where that is in the reward."""
-    from_engine: bool
-    """Whether ``old_logprobs`` are the engine's, taken as they are."""
-
-
 @torch.no_grad()
-def make_experience(
-    sample: Sample,
-    scored: Scored,
-    moments: ScoreMoments,
-    settings: PolicySettings,
-    *,
-    kl_coef: float,
-    exact: bool,
-    it: Iteration,
+def with_advantages(
+    experience: Experience, statistics: ScoreStatistics, settings: PolicySettings, it: Iteration
 ) -> Experience:
     """Compute advantages, importance weights, and which tokens are trained on.
 
     Args:
-        sample: The responses and their scores.
-        scored: Log-probabilities and values before the update.
-        moments: Of the scores so far, these included.
+        experience: Responses with their scores, log-probabilities and values before the update.
+        statistics: Of the scores so far, these included.
         settings: Of the run.
-        kl_coef: Strength of the KL penalty now.
-        exact: Whether the engine's log-probabilities are the policy's own.
         it: The iteration; its ranks whiten together, its metrics are told what was clipped.
     """
-    experience = as_experience(
-        sample.rollout,
-        scores=sample.scores,
-        old_logprobs=scored.old_logprobs,
-        policy_logprobs=scored.policy_logprobs,
-        ref_logprobs=scored.ref_logprobs,
-        values=scored.values,
-        filler=sample.filler,
-    )
-    if scored.old_logprobs is not None and not sample.stored:
-        experience = with_importance_weights(
-            experience,
-            scored.old_logprobs,
-            settings.importance_sampling,
-            exact=exact,
-            step=it.step,
-        )
+    if experience.old_logprobs is not None:
+        experience = start_from(experience, experience.old_logprobs, settings, it)
     if settings.advantage.scale_rewards != "none":
-        it.metrics.add("rollout/running_std", moments.deviation, 1.0)
+        it.metrics.add("rollout/running_std", statistics.std, 1.0)
     experience = compute_advantages(
         experience,
         algorithm=settings.algorithm,
         settings=settings.advantage,
         reward_kl=(settings.reference.kl_estimator or "k1") if settings.kl_in_reward else None,
-        kl_coef=kl_coef,
+        kl_coef=it.kl_coef,
         num_generations=settings.num_generations,
         whiten=it.ranks.whiten,
-        moments=moments,
-        columns=sample.columns,
+        statistics=statistics,
+        columns=experience.columns,
         metrics=it.metrics,
-        taught=_of_teacher(experience, scored.distance, settings),
+        teacher_term=experience.teacher_advantages,
     )
+    experience = replace(experience, teacher_advantages=None)
     if settings.sampling.starts_hot and experience.kept_mass is not None:
         experience = _weighed(experience, it.metrics)
     fraction = settings.update.high_entropy_fraction
     if fraction == 1:
         return experience
-    assert scored.entropy is not None
-    chosen = high_entropy_mask(scored.entropy, experience.loss_mask, fraction=fraction)
-    return replace(experience, selected=chosen, entropy=scored.entropy)
+    assert experience.entropy is not None
+    chosen = high_entropy_mask(experience.entropy, experience.loss_mask, fraction=fraction)
+    return replace(experience, selected=chosen)
+
+
+def start_from(
+    rows: Experience, logprobs: Tensor, settings: PolicySettings, it: Iteration
+) -> Experience:
+    """Set the log-probabilities that an update starts from, and with them the importance weights.
+
+    Args:
+        rows: Of a rollout.
+        logprobs: `[B, T]`.
+        settings: Of the run.
+        it: The iteration.
+    """
+    rows = replace(rows, old_logprobs=logprobs)
+    if rows.old_source == "recorded":  # of the very engine: there is no mismatch
+        return rows
+    return with_importance_weights(
+        rows, logprobs, settings.importance_sampling, exact=it.exact, step=it.step
+    )
 
 
 def _weighed(experience: Experience, metrics: MetricSums) -> Experience:
@@ -147,19 +194,19 @@ def as_experience(
     rollout: Rollout,
     *,
     scores: Tensor,
-    old_logprobs: Tensor | None,
-    ref_logprobs: Tensor | None,
-    policy_logprobs: Tensor | None = None,
+    old_logprobs: Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
     values: Tensor | None = None,
     filler: Tensor | None = None,
+    columns: Mapping[str, Tensor] | None = None,
 ) -> Experience:
     """Start an experience from a rollout: no advantage yet, nothing masked but ``filler`` rows."""
     everything = torch.ones_like(rollout.truncated)
     return Experience(
         **{field.name: getattr(rollout, field.name) for field in fields(rollout)},
         scores=scores.float(),
+        columns=columns,
         old_logprobs=old_logprobs,
-        policy_logprobs=policy_logprobs,
         ref_logprobs=ref_logprobs,
         values=values,
         advantages=torch.zeros_like(rollout.sampling_logprobs),
@@ -177,10 +224,10 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
     kl_coef: float,
     num_generations: int,
     whiten: Whiten,
-    moments: ScoreMoments = UNSCALED,
+    statistics: ScoreStatistics = UNSCALED,
     columns: Mapping[str, Tensor] | None = None,
     metrics: MetricSums | None = None,
-    taught: Tensor | None = None,
+    teacher_term: Tensor | None = None,
 ) -> Experience:
     """Turn the scores of a rollout into advantages per token.
 
@@ -199,11 +246,11 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
         kl_coef: Strength of the penalty.
         num_generations: Responses per prompt.
         whiten: Whitens over all ranks.
-        moments: What scores, and those of ``algorithm.beside``, are scaled by.
+        statistics: What scores, and those of ``algorithm.extra_samples``, are scaled by.
         columns: ``[B]`` each, further ones for the estimator.
         metrics: Told the share of scores and advantages that were clipped.
-        taught: `[B, T]`, what a teacher adds to the advantages of all responses that are trained
-            on, before they are bounded; None: there is none.
+        teacher_term: `[B, T]`, what a teacher adds to the advantages of all responses that are
+            trained on, before they are bounded; None: there is none.
 
     Returns:
         The experience with ``advantages`` (0 outside the response), ``loss_mask``, ``counted``,
@@ -217,17 +264,17 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
     excluded = ~experience.counted
     if settings.truncated == "exclude":
         excluded = excluded | truncated
-    # what is sampled beside the responses is measured like their scores, and missed like them
+    # extra samples are measured like the scores, and missed like them
     columns, missing = dict(columns or {}), experience.scores.isnan()
-    for name in algorithm.beside:
-        scaled = moments.scaled(columns[name], settings.scale_rewards)
+    for name in algorithm.extra_samples:
+        scaled = statistics.scaled(columns[name], settings.scale_rewards)
         columns[name] = _clipped_scores(scaled, settings.reward_clip_range, None)
         missing = missing | columns[name].isnan()
     if settings.unscorable == "exclude":
         excluded = excluded | missing
     left_out = excluded | truncated if settings.truncated == "trl" else excluded
     loss_mask = mask & ~left_out[:, None]
-    scores = moments.scaled(experience.scores, settings.scale_rewards)
+    scores = statistics.scaled(experience.scores, settings.scale_rewards)
     scores = _clipped_scores(scores, settings.reward_clip_range, metrics)
     scores = scores.masked_fill(missing, torch.nan)
     estimator = algorithm.estimator
@@ -242,7 +289,7 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
             values=experience.values,
             rows=columns,
             tokens=_token_columns(experience),
-            turn_rewards=_credited_turns(experience, algorithm, settings, moments),
+            turn_rewards=_credited_turns(experience, algorithm, settings, statistics),
             bootstrap_mask=truncated if settings.truncated == "bootstrap" else None,
         )
     )
@@ -260,8 +307,8 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
         scorable = has_baseline(scores, num_generations=num_generations)
     observed = mask & scorable[:, None]
     advantages = _normalized(advantages, observed, estimator.normalize, whiten)
-    if taught is not None:
-        advantages, observed = advantages + taught * loss_mask, observed | loss_mask
+    if teacher_term is not None:
+        advantages, observed = advantages + teacher_term * loss_mask, observed | loss_mask
     return replace(
         experience,
         advantages=_clipped_advantages(advantages, observed, settings.clip, metrics),
@@ -286,24 +333,8 @@ def _targets(experience: Experience, advantages: Tensor, *, bootstraps: bool) ->
     return returns
 
 
-def _of_teacher(
-    experience: Experience, distance: TeacherStatistics | None, settings: PolicySettings
-) -> Tensor | None:
-    """`[B, T]`: advantages from the distance to the teacher; None: it is not in the reward."""
-    teacher = settings.teacher
-    if distance is None or teacher is None:
-        return None
-    return teacher_advantages(
-        _before_update(experience),
-        distance.logprobs,
-        experience.response_mask,
-        coef=teacher.coef,
-        discount=teacher.discount,
-    )
-
-
-def _before_update(experience: Experience) -> Tensor:
-    """`[B, T]`: log-probabilities of the policy itself, whoever generated the responses."""
+def before_update(experience: Experience) -> Tensor:
+    """`[B, T]`: log-probabilities of the policy itself, whichever generated the responses."""
     policy = experience.policy_logprobs
     policy = experience.old_logprobs if policy is None else policy
     assert policy is not None
@@ -314,11 +345,11 @@ def _kl_in_reward(experience: Experience, estimator: str | None) -> Tensor:
     """`[B, T]`: KL to the reference that is subtracted from the reward; 0 where there is none."""
     if estimator is None or experience.ref_logprobs is None:
         return torch.zeros_like(experience.sampling_logprobs)
-    return kl_estimate(_before_update(experience), experience.ref_logprobs, estimator=estimator)
+    return kl_estimate(before_update(experience), experience.ref_logprobs, estimator=estimator)
 
 
 def score_columns(collected: Collected) -> dict[str, Tensor]:
-    """`[B]` by name: the columns of a `Sample`."""
+    """`[B]` by name: the ``columns`` of an `Experience`."""
     rewards = collected.rewards
     columns = {
         f"reward/{name}": column
@@ -327,7 +358,7 @@ def score_columns(collected: Collected) -> dict[str, Tensor]:
     if rewards.weights is not None:
         weights = zip(rewards.names, rewards.weights.T, strict=True)
         columns |= {f"weight/{name}": column for name, column in weights}
-    return {**columns, **collected.beside}
+    return {**columns, **collected.extra_values}
 
 
 def trained_scores(collected: Collected, settings: Advantage, *, single: bool = False) -> Tensor:
@@ -371,13 +402,13 @@ def _clipped_advantages(
 
 
 def _credited_turns(
-    experience: Experience, algorithm: Algorithm, settings: Advantage, moments: ScoreMoments
+    experience: Experience, algorithm: Algorithm, settings: Advantage, statistics: ScoreStatistics
 ) -> Tensor | None:
     """`[B, T]` in the unit of the scaled scores; None: all of a score is the response's."""
     if experience.turn_rewards is None or settings.credit == "response":
         return None
     check_turn_rewards(algorithm)
-    return moments.scaled_parts(experience.turn_rewards, settings.scale_rewards)
+    return statistics.scaled_parts(experience.turn_rewards, settings.scale_rewards)
 
 
 def _token_columns(experience: Experience) -> dict[str, Tensor]:
@@ -397,3 +428,70 @@ def _normalized(advantages: Tensor, mask: Tensor, level: str, whiten: Whiten) ->
         rows = mask.any(dim=1)
         return advantages + (whiten(per_row, rows, eps=1e-4) - per_row)[:, None] * mask
     return advantages
+
+
+def off_policy_rows(rollout: Rollout, *, exact: bool, step: int) -> Tensor:
+    """`[B]`: the responses that another distribution than the policy's may have generated.
+
+    Args:
+        rollout: As the engine returned it.
+        exact: Whether the engine's log-probabilities are the policy's own.
+        step: Training iterations behind the policy.
+    """
+    if not exact:
+        return torch.ones_like(rollout.truncated)
+    if rollout.weight_version is None:
+        return torch.zeros_like(rollout.truncated)
+    return rollout.weight_version < step
+
+
+def with_importance_weights(
+    experience: Experience,
+    logprobs: Tensor,
+    settings: ImportanceSampling | None,
+    *,
+    exact: bool,
+    step: int,
+) -> Experience:
+    """Give an experience its importance weights, as far as it needs or asks for them.
+
+    Args:
+        experience: Generated by an engine.
+        logprobs: `[B, T]` of the policy that the update starts from.
+        settings: What becomes of the ratios, of all responses; None: `AUTOMATIC`, and only of the
+            responses that another distribution may have generated.
+        exact: Whether the engine's log-probabilities are the policy's own.
+        step: Training iterations behind the policy.
+    """
+    rows = off_policy_rows(experience, exact=exact, step=step)
+    if settings is not None:
+        rows = torch.ones_like(rows)
+    settings = settings or AUTOMATIC
+    if settings.mode == "none" or not rows.any():
+        return experience
+    low, high = settings.bounds
+    weights = importance_weights(
+        logprobs,
+        experience.engine_logprobs,
+        experience.response_mask,
+        mode=settings.mode,
+        low=low,
+        high=high,
+    )
+    return replace(experience, importance_weights=torch.where(rows[:, None], weights, 1.0))
+
+
+def measure_importance(
+    micro: Experience, metrics: MetricSums, settings: ImportanceSampling
+) -> None:
+    """Mean weight, and the share that a bound has cut, of tokens or of whole responses."""
+    weights = micro.importance_weights
+    if weights is None:
+        return
+    mode, high = IMPORTANCE_MODES[settings.mode], settings.bounds[1]
+    mask = micro.loss_mask
+    if mode.level == "sequence":
+        mask = mask & (mask.cumsum(dim=1) == 1)  # one token stands for its response
+    cut = weights >= high if mode.truncates else weights == 0
+    metrics.add("importance/weight_mean", masked_sum(weights, mask), mask.sum())
+    metrics.add("importance/cut_fraction", (cut & mask).sum(), mask.sum())

@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from lrlhf.modules.policy.policy_parts import PolicyParts
-from lrlhf.rollout import RolloutEngine, Sampling
+from torch import Tensor
+
+from lrlhf.datamodules.prompts import tokenize_drafts
+from lrlhf.datamodules.rows.bad_rows import BadRow
+from lrlhf.datamodules.rows.chat import ChatFormat
+from lrlhf.datamodules.rows.collate import PromptRow, collate_prompts
+from lrlhf.datamodules.rows.media_rows import MediaReader
+from lrlhf.datamodules.rows.prompt_rows import PromptParser
+from lrlhf.models import context_length
+from lrlhf.models.sharding import device_of
+from lrlhf.modules.policy.load_policy import LoadedPolicy
+from lrlhf.modules.prompt_forms import refusal, rows_of
+from lrlhf.rewards import RewardResult
+from lrlhf.rewards.function import did_you_mean
+from lrlhf.rollout import Collector, RolloutEngine, Sampling, response_ids
+from lrlhf.rollout.responses import response_starts
+from lrlhf.rollout.texts import response_texts, token_texts
+from lrlhf.run import sample_seeds
+from lrlhf.types import Prompt, PromptBatch, Rollout
 
 if TYPE_CHECKING:
-    from lrlhf.datamodules.rows.collate import PromptRow
-    from lrlhf.modules.policy.text_generation import TextGenerator
+    from lrlhf.modules.policy_module import PolicyModule
 
-
-class _Generates(Protocol):
-    parts: PolicyParts
-
-    @property
-    def global_step(self) -> int: ...
+T = TypeVar("T")
+_LONGEST = 200
+"""Characters of a text in the ``repr``."""
+_READS_EPISODES = ("episodes", "environments")
 
 
 def generate(
-    module: _Generates,
+    module: PolicyModule,
     prompts: Any,
     sampling: Sampling | None = None,
     *,
@@ -72,7 +90,7 @@ def generate(
 
 
 def sample(
-    module: _Generates,
+    module: PolicyModule,
     prompts: Any,
     sampling: Sampling | None = None,
     *,
@@ -113,12 +131,9 @@ def sample(
         >>> module.sample({"prompt": "2 + 2 =", "answer": "4"}, scored=True)
         Sampled(' 4', score=1, tokens=2, logprob=-0.53, finish_reason='stop')
     """
-    from lrlhf.modules.policy import response_details as details  # noqa: PLC0415  see `_answer`
-
-    score = details.Scoring(module.parts, module.global_step) if scored else None
-    respond = partial(details.respond, score=score)
     answer = partial(_answer, module, prompts, sampling, options)
-    return answer(respond, n=n, seed=seed, images=images, batch_size=batch_size)
+    describe = partial(respond, score=Scoring(module) if scored else None)
+    return answer(describe, n=n, seed=seed, images=images, batch_size=batch_size)
 
 
 def _texts(
@@ -129,7 +144,7 @@ def _texts(
 
 
 def _answer(
-    module: _Generates,
+    module: PolicyModule,
     prompts: Any,
     sampling: Sampling | None,
     options: dict[str, Any],
@@ -137,26 +152,22 @@ def _answer(
     **further: Any,
 ) -> Any:
     """Answer with the module's own engine, or, where that does not do, with the policy."""
-    # not at the top: it brings all that reads data sets
-    from lrlhf.modules.policy import text_generation as texts  # noqa: PLC0415
-
-    parts = module.parts
-    engine = parts.turn_engine
+    engine = module.turn_engine
     copied = engine.capabilities.holds_copy
     # one that ranks share would wait for those that are not asked
     alone = engine.capabilities.ranks_together == 1
-    changed = texts.changed_sampling(sampling or parts.settings.sampling, options)
+    changed = changed_sampling(sampling or module.settings.sampling, options)
     if copied and not (alone and engine.version == module.global_step):
         if changed.structured is not None:
             _refuse_format(engine)
-        engine, copied = parts.own_engine, False
-    generator = texts.TextGenerator(parts.policy, engine)
-    reader = texts.PromptReader(parts.policy)
+        engine, copied = module.own_engine, False
+    generator = TextGenerator(module.loaded, engine)
+    reader = PromptReader(module.loaded)
     if further["images"] is not None and not reader.sees:
         raise ValueError("images were given, and the policy reads text only")
-    read = partial(texts.read_fitting, reader, generator, changed)
+    read = partial(read_fitting, reader, generator, changed)
     try:
-        return texts.answer_prompts(prompts, read, partial(respond, generator, changed), **further)
+        return answer_prompts(prompts, read, partial(respond, generator, changed), **further)
     finally:
         if copied:  # else the run would find what was computed here in its cache
             engine.forget()
@@ -179,3 +190,346 @@ def _refuse_format(engine: RolloutEngine) -> None:
         "answer, which holds no responses to a format: leave structured out here, or set "
         "eval_sampling.structured and validate, where all ranks ask the engine together"
     )
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Sampled:
+    """One response; printed, it is its text."""
+
+    prompt: Prompt
+    text: str
+    """Without special tokens, and without the stop string that ended it."""
+    score: float | None = None
+    """None: it was not asked for, or no reward could tell."""
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
+    """What each function returned, if the score was asked for."""
+    finish_reason: str
+    """``stop``, or ``length`` where the limit of tokens came first."""
+    token_ids: tuple[int, ...]
+    """As the engine returned them, the end-of-sequence token included."""
+    tokens: tuple[str, ...]
+    """Their texts, which joined are those of all; special tokens are shown."""
+    logprobs: tuple[float | None, ...]
+    """Of each token at the sampling temperature, in nats; None: the token was not sampled."""
+
+    @property
+    def logprob(self) -> float:
+        """Log-probability of the response: the sum over its sampled tokens."""
+        return sum(value for value in self.logprobs if value is not None)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= _LONGEST else self.text[: _LONGEST - 1] + "…"
+        score = "" if self.score is None else f"score={self.score:.4g}, "
+        return (
+            f"Sampled({text!r}, {score}tokens={len(self.token_ids)}, logprob={self.logprob:.4g}, "
+            f"finish_reason={self.finish_reason!r})"
+        )
+
+
+class Scoring:
+    """Asks the rewards of a module beside its run.
+
+    Args:
+        module: Whose rewards; they may ask for the iterations behind its weights.
+
+    Raises:
+        ValueError: A reward reads episodes.
+    """
+
+    def __init__(self, module: PolicyModule) -> None:
+        self._rewards = module.rewards.beside_a_run()
+        for argument in _READS_EPISODES:
+            if names := self._rewards.asking_for(argument):
+                raise ValueError(
+                    f"the reward function {names[0]} reads {argument}, and sample() answers with "
+                    "single turns: leave scored out, or have trainer.validate play episodes"
+                )
+        self._step = module.global_step
+        self._collector = Collector(
+            module.turn_engine,
+            self._rewards,
+            module.tokenizer,
+            shows_media=module.processor is not None,
+        )
+
+    def __call__(self, prompts: PromptBatch, rollout: Rollout, sampling: Sampling) -> RewardResult:
+        collected = self._collector.score(
+            prompts,
+            rollout,
+            sampling,
+            step=self._step,
+            phase=lambda _: nullcontext(),
+            limited=False,
+        )
+        return collected.rewards
+
+
+def respond(
+    generator: TextGenerator,
+    sampling: Sampling,
+    rows: Sequence[PromptRow],
+    seeds: Sequence[int],
+    *,
+    score: Scoring | None,
+) -> list[list[Sampled]]:
+    """Answer prompts, each ``len(seeds) / len(rows)`` times.
+
+    Args:
+        generator: Generates.
+        sampling: How tokens are sampled.
+        rows: The prompts.
+        seeds: One per response, those of one prompt consecutive.
+        score: Asks the rewards; None: nobody does.
+    """
+    prompts, rollout = generator.generate(rows, sampling, seeds=seeds)
+    rewards = None if score is None else score(prompts, rollout, sampling)
+    n = len(rollout) // len(prompts)
+    texts = response_texts(prompts, rollout, generator.tokenizer, sampling)
+    starts = response_starts(rollout, prompts)
+    found = []
+    for row, ids in enumerate(response_ids(rollout, prompts, given=True)):
+        start = starts[row]
+        here = slice(start, start + len(ids))
+        before = rollout.input_ids[row, :start].tolist()
+        found.append(
+            Sampled(
+                prompt=prompts.prompts[row // n],
+                text=str(texts[row]),
+                finish_reason="length" if rollout.truncated[row] else "stop",
+                token_ids=tuple(ids),
+                tokens=tuple(token_texts(generator.tokenizer, before, ids)),
+                logprobs=tuple(
+                    value if counts else None
+                    for value, counts in zip(
+                        rollout.sampling_logprobs[row, here].tolist(),
+                        rollout.response_mask[row, here].tolist(),
+                        strict=True,
+                    )
+                ),
+                score=None if rewards is None else _known(rewards.scores[row]),
+                rewards={} if rewards is None else dict(_values(rewards, row)),
+            )
+        )
+    return in_groups(found, len(prompts))
+
+
+def _values(rewards: RewardResult, row: int) -> Iterator[tuple[str, float | None]]:
+    for name, value in zip(rewards.names, rewards.per_function[row], strict=True):
+        yield name, _known(value)
+
+
+def _known(value: Tensor) -> float | None:
+    return None if value.isnan() else float(value)
+
+
+class Answer(NamedTuple):
+    """One response as text."""
+
+    text: str
+    finish_reason: str
+    """``stop``, or ``length`` where the limit of tokens came first."""
+    length: int
+    """Tokens, the end-of-sequence token included."""
+
+
+class PromptReader:
+    """Reads prompts as the data modules do: text, chats, images and videos.
+
+    Args:
+        policy: Whose tokenizer and processor read.
+        chat: How chats are rendered; None: with the tokenizer's template.
+        **parsing: Other options of `PromptParser`.
+    """
+
+    def __init__(
+        self, policy: LoadedPolicy, chat: ChatFormat | None = None, **parsing: Any
+    ) -> None:
+        self._tokenizer = policy.tokenizer
+        self._media = MediaReader(policy.processor)
+        self.sees = policy.processor is not None
+        chat = chat or ChatFormat(policy.tokenizer)
+        self._parse = PromptParser(chat, media=self._media, **parsing)
+
+    def read(self, row: Mapping[str, Any], folder: Path | None = None) -> PromptRow:
+        """Read a row, whose relative paths start from ``folder``.
+
+        Raises:
+            BadRow: It cannot be used.
+        """
+        drafts = tokenize_drafts(self._tokenizer, [self._parse(row, folder)])
+        found = self._media.check(drafts)[0]
+        if isinstance(found, BadRow):
+            raise found
+        return self._media(found)
+
+
+class TextGenerator:
+    """Has an engine answer prompts, and leaves policy and random numbers as they were.
+
+    Args:
+        policy: What generates.
+        engine: How; it generates with the policy's current weights.
+    """
+
+    def __init__(self, policy: LoadedPolicy, engine: RolloutEngine) -> None:
+        self._policy = policy
+        self._engine = engine
+        self.tokenizer = policy.tokenizer
+        self.limit = context_length(policy.model)
+
+    def answer(
+        self, rows: Sequence[PromptRow], sampling: Sampling, *, seeds: Sequence[int]
+    ) -> list[list[Answer]]:
+        """Answer each prompt ``len(seeds) / len(rows)`` times.
+
+        Args:
+            rows: The prompts.
+            sampling: How tokens are sampled.
+            seeds: One per response, those of one prompt consecutive.
+        """
+        prompts, rollout = self.generate(rows, sampling, seeds=seeds)
+        texts = response_texts(prompts, rollout, self.tokenizer, sampling)
+        answers = [
+            Answer(str(text), "length" if truncated else "stop", length)
+            for text, truncated, length in zip(
+                texts,
+                rollout.truncated.tolist(),
+                rollout.response_mask.sum(dim=1).tolist(),
+                strict=True,
+            )
+        ]
+        return in_groups(answers, len(rows))
+
+    def generate(
+        self, rows: Sequence[PromptRow], sampling: Sampling, *, seeds: Sequence[int]
+    ) -> tuple[PromptBatch, Rollout]:
+        """Return the prompts of `answer` as a batch, and the responses to them."""
+        device = device_of(self._policy.model)
+        pad_id = _pad_id(self.tokenizer.pad_token_id)
+        prompts = collate_prompts(rows, pad_token_id=pad_id).to(device)
+        self._engine.attach(*self._policy)
+        n = len(seeds) // len(rows)
+        return prompts, self._engine.generate(prompts, sampling, num_generations=n, seeds=seeds)
+
+    def room(self, row: PromptRow) -> int | None:
+        """Return how many tokens the model can read behind a prompt; None: it sets no limit."""
+        return None if self.limit is None else self.limit - len(row.input_ids)
+
+
+def answer_prompts(
+    prompts: Any,
+    read: Callable[[Mapping[str, Any], int], PromptRow],
+    respond: Callable[[Sequence[PromptRow], Sequence[int]], list[list[T]]],
+    *,
+    n: int,
+    seed: int | None,
+    images: Any,
+    batch_size: int,
+) -> Any:
+    """Answer prompts in any of the forms of `lrlhf.modules.RLOO.generate`.
+
+    Args:
+        prompts: In any of those forms.
+        read: Reads a row, of which it is told the number.
+        respond: Called with the prompts that go together, and one seed per response; returns the
+            ``n`` responses to each.
+        n: Responses to each prompt.
+        seed: Of all responses; None: another one in each call.
+        images: What prompts show besides.
+        batch_size: Responses that go together.
+
+    Returns:
+        One response; a list for several prompts; with ``n`` above 1 lists in their place.
+
+    Raises:
+        TypeError: A prompt is neither text nor a chat nor a row.
+        ValueError: A number is out of its range.
+    """
+    for name, value in (("n", n), ("batch_size", batch_size)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be 1 or more")
+    asked, alone = rows_of(prompts, images)
+    rows = [read(row, number) for number, row in enumerate(asked)]
+    seed = secrets.randbits(64) if seed is None else seed
+    groups: list[list[T]] = []
+    at_once = max(1, batch_size // n)
+    for start in range(0, len(rows), at_once):
+        chosen = rows[start : start + at_once]
+        seeds = [
+            one
+            for number in range(start, start + len(chosen))
+            for one in sample_seeds(seed, number, count=n)
+        ]
+        groups += respond(chosen, seeds)
+    answers = [group[0] for group in groups] if n == 1 else groups
+    return answers[0] if alone else answers
+
+
+def in_groups(responses: Sequence[T], groups: int) -> list[list[T]]:
+    """Put the responses to each prompt, which are consecutive, together."""
+    n = len(responses) // groups
+    return [list(responses[start : start + n]) for start in range(0, len(responses), n)]
+
+
+def changed_sampling(sampling: Sampling, options: Mapping[str, Any]) -> Sampling:
+    """Replace some options of a sampling.
+
+    Raises:
+        TypeError: There is no such option.
+        ValueError: A value is out of its range.
+    """
+    known = [field.name for field in fields(Sampling)]
+    for name in options:
+        if name not in known:
+            raise TypeError(
+                f"there is no option {name!r}{did_you_mean(name, known)} (those of sampling "
+                f"are {', '.join(known)})"
+            )
+    changed = dict(options)
+    if "stop" in changed:
+        stop = changed["stop"]
+        changed["stop"] = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    return replace(sampling, **changed)
+
+
+def _pad_id(pad_id: Any) -> int:
+    return pad_id if isinstance(pad_id, int) else 0  # the mask says what is padding
+
+
+def read_fitting(
+    reader: PromptReader,
+    generator: TextGenerator,
+    sampling: Sampling,
+    row: Mapping[str, Any],
+    number: int,
+) -> PromptRow:
+    """Read a prompt that leaves the model room for a response.
+
+    Args:
+        reader: Reads it.
+        generator: Will answer it.
+        sampling: Says how long a response may be.
+        row: The prompt.
+        number: Of the row, for messages.
+
+    Raises:
+        ValueError: It cannot be read, or is too long.
+    """
+    try:
+        read = reader.read(row)
+    except BadRow as problem:
+        raise refusal(number, problem) from problem
+    room = generator.room(read)
+    if room is not None and room < sampling.max_new_tokens:
+        raise ValueError(
+            f"prompt {number} (from 0) has {len(read.input_ids)} tokens, and "
+            f"max_new_tokens is {sampling.max_new_tokens}: the model reads {generator.limit} in "
+            f"all; set max_new_tokens to {room} or less, or shorten the prompt"
+            if room > 0
+            else f"prompt {number} (from 0) has {len(read.input_ids)} tokens, and the "
+            f"model reads {generator.limit}; shorten it"
+        )
+    return read

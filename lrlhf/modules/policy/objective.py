@@ -6,28 +6,32 @@ step, so that no split into micro-batches or ranks changes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from peft import PeftModel
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.functional.algorithm import PolicyLoss
 from lrlhf.functional.kl import kl_estimate
 from lrlhf.functional.masking import masked_mean
 from lrlhf.functional.policy import aggregate
 from lrlhf.functional.value_loss import clipped_value_loss
-from lrlhf.guard.step_watch import StepWatch
+from lrlhf.guard.anomalies import StepWatch
 from lrlhf.models import SequenceOutputs, said_tokens, sequence_logprobs, sequence_outputs
+from lrlhf.modules.base import SteppedOptimizer
 from lrlhf.modules.metrics.rollout_metrics import measure_mismatch, measure_update
-from lrlhf.modules.policy.importance_sampling import measure_importance, with_importance_weights
-from lrlhf.modules.policy.iteration import Iteration, UpdateContext
-from lrlhf.modules.policy.policy_guard import show_probabilities
-from lrlhf.modules.policy.policy_settings import PolicySettings
-from lrlhf.modules.policy.teaching import Teaching, measure_distance
+from lrlhf.modules.policy.experience import measure_importance, start_from
+from lrlhf.modules.policy.guard import describe_rows, show_probabilities
+from lrlhf.modules.policy.iteration import Iteration
+from lrlhf.modules.policy.load_policy import LoadedPolicy
+from lrlhf.modules.policy.settings import PolicySettings
+from lrlhf.modules.policy.teacher import RunTeacher, measure_distance
+from lrlhf.modules.policy.update import OptimizerStep
 from lrlhf.modules.settings import Critic
 from lrlhf.types import Experience, SequenceBatch
 
@@ -52,6 +56,11 @@ class Denominators(NamedTuple):
     """Tokens of the policy loss, which may be restricted to some of ``tokens``."""
     valued: Tensor
     """Tokens of the value loss."""
+
+    @classmethod
+    def of(cls, part: Experience, it: Iteration) -> Denominators:
+        """Count those of a minibatch of this rank, and add them up over the ranks."""
+        return cls(*it.ranks.sum(denominators(part).to(it.device)))
 
 
 def denominators(experience: Experience) -> Tensor:
@@ -177,53 +186,104 @@ def value_loss(
     return aggregate(errors, mask, mode="token_mean", denominator=totals.valued)
 
 
-class PolicyObjective:
-    """The loss of a policy on the micro-batches of one optimizer step.
+def step_of(
+    models: Sequence[PreTrainedModel | PeftModel],
+    tokenizer: PreTrainedTokenizerBase,
+    settings: PolicySettings,
+) -> Callable[..., OptimizerStep[Experience]]:
+    """Return what makes the optimizer steps of an experience's minibatches.
 
     Args:
-        policy: The model.
+        models: What the rows go through.
+        tokenizer: Writes the rows of a dump.
+        settings: Of the run.
+    """
+    return partial(
+        OptimizerStep[Experience],
+        models=models,
+        tokenizer=tokenizer,
+        max_tokens=settings.update.micro_batch_tokens,
+        # experts are balanced over the tokens of whole rows
+        shared=settings.update.router_loss_coef == 0,
+        describe=lambda part, watch: describe_rows(part, tokenizer, watch.log_ratios),
+    )
+
+
+class PolicyStep:
+    """The policy's optimizer step on a minibatch.
+
+    Args:
+        policy: The model, whose optimizer is the module's first, and its tokenizer.
         settings: Algorithm, update and sampling of the run.
-        teaching: The teacher; None: there is none.
+        teacher: The teacher; None: there is none.
     """
 
+    stage = "policy"
+    """What dumps call it."""
+
     def __init__(
-        self,
-        policy: PreTrainedModel | PeftModel,
-        settings: PolicySettings,
-        teaching: Teaching | None = None,
+        self, policy: LoadedPolicy, settings: PolicySettings, teacher: RunTeacher | None = None
     ) -> None:
-        self._policy = policy
-        self._settings = settings
-        self._teaching = teaching if teaching and teaching.in_loss else None
+        self._policy = policy.model
+        self._settings, update = settings, settings.update
+        self._teacher = teacher if teacher and teacher.in_loss else None
+        self.optimizer = SteppedOptimizer(0, "policy", update.max_grad_norm, update.freeze_steps)
+        models = [policy.model]
+        if self._teacher is not None and self._teacher.model is not None:
+            models.append(self._teacher.model.model)
+        self.optimizer_step = step_of(models, policy.tokenizer, settings)
+        """Makes an `OptimizerStep` whose rows go through these models."""
+
+    def __call__(
+        self, part: Experience, text: SequenceBatch | None, it: Iteration
+    ) -> StepWatch | None:
+        """Take the step.
+
+        Args:
+            part: The minibatch of this rank.
+            text: Pretraining texts that belong to it.
+            it: The iteration.
+
+        Returns:
+            What was seen of it; None: there was nothing to learn from.
+        """
+        totals = Denominators.of(part, it)
+        # a step without a gradient would still move the weights by the optimizer's momentum
+        if it.freezes(self.optimizer) or (float(totals.tokens) == 0 and text is None):
+            return None
+        step = self.optimizer_step(
+            part,
+            it,
+            [self.optimizer],
+            stage=self.stage,
+            text=text,
+            text_loss=self.text_loss(text, it),
+        )
+        for micro in step:
+            loss, _ = self.loss(micro, step, totals, it)
+            step.backward(loss)
+        return step.watch
 
     def loss(
         self,
         micro: Experience,
-        share: float,
-        watch: StepWatch,
-        *,
+        step: OptimizerStep[Experience],
         totals: Denominators,
         it: Iteration,
-        context: UpdateContext,
+        *,
         value_head: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[Tensor, SequenceOutputs]:
         """Compute a micro-batch's share of the step's loss, and what the model gave.
 
         Args:
             micro: The rows, on the device.
-            share: Weight in metrics that are means over micro-batches.
-            watch: Shown the probabilities.
+            step: The optimizer step, whose watch is shown the probabilities.
             totals: Of the whole step over all ranks.
             it: The iteration, told the metrics.
-            context: Of the iteration's update.
             value_head: Reads the last hidden states; None: there is none.
         """
-        settings, update, loss = (
-            self._settings,
-            self._settings.update,
-            self._settings.algorithm.loss,
-        )
-        teaching = self._teaching
+        settings, teacher, share = self._settings, self._teacher, step.share
+        update, loss = settings.update, settings.algorithm.loss
         out = sequence_outputs(
             self._policy,
             micro,
@@ -232,32 +292,30 @@ class PolicyObjective:
             entropy=update.entropy_coef > 0,
             value_head=value_head,
             router_loss=update.router_loss_coef > 0,
-            teacher=teaching.rows if teaching else None,
-            beta=teaching.settings.beta if teaching else 1.0,
+            teacher=teacher.rows if teacher else None,
+            beta=teacher.settings.beta if teacher else 1.0,
         )
         now = out.logprobs.detach()
+        on_policy = micro.old_logprobs is None
         # before anything has moved, the engine's probabilities compare with the policy's
-        fresh = context.from_engine and it.optimizer_steps == 1
-        unseen = fresh or micro.old_logprobs is None
-        show_probabilities(watch, now, micro, loss, unseen=unseen)
-        if fresh:
+        unseen = on_policy or (micro.old_source == "engine" and it.optimizer_steps == 1)
+        show_probabilities(step.watch, now, micro, loss, unseen=unseen)
+        if unseen:
             measure_mismatch(now, micro, it.metrics)
-        if micro.old_logprobs is None:
-            micro = with_importance_weights(
-                micro, now, settings.importance_sampling, exact=context.exact, step=it.step
-            )
+        if on_policy:
+            micro = start_from(micro, now, settings, it)
         terms = policy_loss(
             out.logprobs,
             micro,
             loss=loss,
             entropy_coef=update.entropy_coef,
             kl_estimator=settings.reference.kl_estimator or "k3",
-            kl_coef=0.0 if settings.kl_in_reward else context.kl_coef,
+            kl_coef=0.0 if settings.kl_in_reward else it.kl_coef,
             totals=totals,
             max_new_tokens=settings.sampling.max_new_tokens,
             entropy=out.entropy,
             divergence=out.teacher and out.teacher.divergence,
-            teacher_coef=teaching.settings.coef if teaching else 0.0,
+            teacher_coef=teacher.settings.coef if teacher else 0.0,
         )
         total = terms.loss
         if out.router_loss is not None:
@@ -267,7 +325,7 @@ class PolicyObjective:
             it.metrics.add("policy/router_loss", weight * out.router_loss.detach(), share)
         it.metrics.add("train/loss", total, share)
         it.metrics.add("policy/loss", terms.policy, share)
-        if context.kl_coef > 0 and not settings.kl_in_reward:
+        if it.kl_coef > 0 and not settings.kl_in_reward:
             it.metrics.add("kl/loss", terms.kl, share)
         if out.teacher is not None:
             it.metrics.add("teacher/loss", terms.teacher, share)

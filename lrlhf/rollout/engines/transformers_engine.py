@@ -415,7 +415,7 @@ class TransformersEngine(RolloutEngine):
                     # most batches end before their limit
                     came = max(len(answer.segments[0].token_ids) for answer in answers)
                     computed.tokens = len(own) * (prompts.input_ids.shape[1] + came)
-                self._budget.settle()
+                self._budget.update()
                 answered.update(zip(numbers, answers, strict=True))
         return [answered[response] for response in range(len(seeds))]
 

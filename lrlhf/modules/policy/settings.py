@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
 
-from lrlhf.environments.settings import Episodes
-from lrlhf.functional.algorithm import Algorithm
-from lrlhf.modules.policy.batch_plan import largest_divisor
-from lrlhf.modules.policy.importance_sampling import AUTOMATIC, ImportanceSampling
-from lrlhf.modules.policy.teacher_checks import TOKEN_LOSSES
+from lrlhf.environments.settings import Episodes, resolve
+from lrlhf.functional.algorithm import Algorithm, Estimator, PolicyLoss
+from lrlhf.functional.algorithms import (
+    ALGORITHMS,
+    ALIASES,
+    ESTIMATORS,
+    distillation,
+    resolve_algorithm,
+    resolve_estimator,
+    resolve_policy_loss,
+)
+from lrlhf.functional.algorithms.ppo import PPO_CLIP
+from lrlhf.functional.names import unknown_name
 from lrlhf.modules.settings import (
+    AUTOMATIC,
     Advantage,
     DynamicSampling,
     Evaluation,
+    ImportanceSampling,
     Reference,
     Teacher,
     Update,
@@ -20,10 +33,18 @@ from lrlhf.modules.settings import (
 from lrlhf.rollout import Sampling
 from lrlhf.run import Collectives
 
+TOKEN_LOSSES = "token_clip, dapo, cispo, reinforce"
+
 
 @dataclass(frozen=True, kw_only=True)
 class PolicySettings:
-    """What the parts of an iteration are configured by; made by `complete_settings`."""
+    """The options of a policy's run, complete and compatible with one another.
+
+    `complete` makes them of what a module's constructor takes, whose names they have.
+
+    Raises:
+        ValueError: Two options do not fit together; says what would.
+    """
 
     algorithm: Algorithm
     """With every override of a single part in place."""
@@ -34,19 +55,67 @@ class PolicySettings:
     reference: Reference
     advantage: Advantage
     update: Update
-    default_minibatches: int
+    default_minibatches: int = 1
     """Optimizer steps per epoch over a rollout where ``update`` names no number."""
     importance_sampling: ImportanceSampling | None
     dynamic_sampling: DynamicSampling | None
     max_staleness: int
     allow_truncated_sampling: bool
     episodes: Episodes | None
-    teacher: Teacher | None
+    teacher: Teacher | None = None
+    scored: bool = True
+    """Whether there are rewards."""
+
+    @classmethod
+    def complete(
+        cls,
+        *,
+        default_algorithm: str,
+        algorithm: str | Algorithm | None,
+        eval_sampling: Sampling | None,
+        reference: Reference,
+        **options: Any,
+    ) -> Self:
+        """Fill in what a constructor was not given.
+
+        Args:
+            default_algorithm: Of the module, where nothing names another.
+            algorithm: See `PolicyModule`, as the others.
+            eval_sampling: None: greedy, or as in training where several responses are to differ.
+            reference: Its strength and placement may be the algorithm's.
+            options: The other fields.
+        """
+        if algorithm is None and not options.get("scored", True):
+            algorithm = distillation.ALGORITHM
+        chosen = assemble_algorithm(
+            algorithm,
+            default=default_algorithm,
+            advantage=options["advantage"],
+            update=options["update"],
+        )
+        if reference.placement is not None:
+            chosen = replace(chosen, kl_in=reference.placement)
+        if reference.kl_coef is None:
+            reference = replace(reference, kl_coef=chosen.kl_coef)
+        if eval_sampling is None:
+            eval_sampling = _default_eval_sampling(options["sampling"], options["evaluation"])
+        return cls(algorithm=chosen, eval_sampling=eval_sampling, reference=reference, **options)
+
+    def __post_init__(self) -> None:
+        _check_teacher(self)
+        _check_groups(self)
+        _check_sampling(self)
+        _check_levels(self)
+        _check_penalty(self)
+        _check_truncation(self)
+        _check_scaling(self)
+        if self.episodes is not None:
+            resolve(self.episodes)
 
     @property
     def kl_coef(self) -> float:
         """The configured strength of the KL penalty."""
-        assert self.reference.kl_coef is not None, "complete_settings fills it in"
+        assert self.reference.kl_coef is not None, "`complete` fills it in"
         return self.reference.kl_coef
 
     def response_tokens(self, *, training: bool) -> tuple[int, str]:
@@ -65,7 +134,7 @@ class PolicySettings:
         return self.algorithm.kl_in == "reward"
 
     def minibatch_rows(self, rows: int, ranks: Collectives) -> int:
-        """How many of a rank's rows one optimizer step takes."""
+        """Return how many of a rank's rows one optimizer step takes."""
         if self.update.minibatch_size is not None:
             return self.update.minibatch_size // ranks.world_size
         steps = self.update.num_minibatches or largest_divisor(rows, self.default_minibatches)
@@ -73,22 +142,50 @@ class PolicySettings:
 
     @property
     def importance(self) -> ImportanceSampling:
-        """What becomes of the ratios between engine and trainer where they are weighed."""
+        """How ratios between engine and trainer become weights, where they do."""
         return self.importance_sampling or AUTOMATIC
 
 
-def check_settings(settings: PolicySettings) -> None:
-    """Refuse settings that do not fit together.
-
-    Raises:
-        ValueError: Two of them; says what would.
-    """
-    _check_groups(settings)
-    _check_sampling(settings)
-    _check_levels(settings)
-    _check_penalty(settings)
-    _check_truncation(settings)
-    _check_scaling(settings)
+def _check_teacher(settings: PolicySettings) -> None:
+    """Refuse to learn from nothing, and a teacher that cannot say what it is asked."""
+    teacher, algorithm, scored = settings.teacher, settings.algorithm, settings.scored
+    if teacher is None and not scored:
+        raise ValueError(
+            "rewards is missing: name reward functions, or a teacher to learn from (teacher.model)"
+        )
+    estimator = algorithm.estimator
+    alone = estimator.function is distillation.no_advantages
+    if teacher is None and alone:
+        raise ValueError(
+            f"algorithm {algorithm.name!r} makes nothing of rewards, and there is no teacher to "
+            "learn from: set teacher.model, or take another algorithm"
+        )
+    if teacher is None:
+        return
+    sampling, filtered = settings.sampling, settings.dynamic_sampling is not None
+    if alone and teacher.placement == "loss" and sampling.starts_hot:
+        raise ValueError(
+            "sampling.first_temperature is made up for by weights of advantages, and with "
+            "teacher.placement loss there are none without rewards: leave it out, or set "
+            "placement: reward"
+        )
+    if not scored and (filtered or estimator.groups or estimator.uses_values):
+        option = "dynamic_sampling" if filtered else f"algorithm {algorithm.name!r}"
+        raise ValueError(
+            f"{option} learns from scores, and there are no rewards beside the teacher: drop it "
+            "(update.loss chooses a loss), or name reward functions"
+        )
+    if teacher.placement == "reward" and algorithm.loss.level == "sequence":
+        raise ValueError(
+            f"update.loss {algorithm.loss.name!r} takes one advantage per response, but "
+            "teacher.placement reward gives one per token; choose a token loss "
+            f"({TOKEN_LOSSES}), or teacher.placement: loss"
+        )
+    if teacher.server is not None and sampling.temperature != 1:
+        raise ValueError(
+            "teacher.server gives log-probabilities at temperature 1, and sampling.temperature is "
+            f"{sampling.temperature:g}: set it to 1, or load the teacher with teacher.model"
+        )
 
 
 def _check_groups(settings: PolicySettings) -> None:
@@ -141,7 +238,7 @@ def _check_sampling(settings: PolicySettings) -> None:
             "not come from the policy that is trained: leave it out (eval_sampling may have it), "
             "and let the reward `regex_format` teach the format"
         )
-    for name, options in settings.algorithm.beside.items():
+    for name, options in settings.algorithm.extra_samples.items():
         try:
             replace(settings.sampling, **options)
         except (TypeError, ValueError) as error:
@@ -156,11 +253,12 @@ def _check_staleness(settings: PolicySettings) -> None:
     """Refuse to generate ahead what depends on the weights or the scores of its iteration."""
     if settings.max_staleness < 0:
         raise ValueError(f"max_staleness is {settings.max_staleness}; it must be 0 or more")
-    if settings.max_staleness and settings.algorithm.beside:
+    if settings.max_staleness and settings.algorithm.extra_samples:
+        extra = ", ".join(settings.algorithm.extra_samples)
         raise ValueError(
             "max_staleness above 0 generates responses ahead, and algorithm "
-            f"{settings.algorithm.name!r} samples {', '.join(settings.algorithm.beside)} beside "
-            "them with the same weights: set max_staleness: 0"
+            f"{settings.algorithm.name!r} samples {extra} beside them with the same weights: set "
+            "max_staleness: 0"
         )
     if settings.max_staleness and settings.dynamic_sampling is not None:
         raise ValueError(
@@ -261,3 +359,96 @@ def _check_penalty(settings: PolicySettings) -> None:
 
 def _estimator_name(settings: PolicySettings) -> str:
     return settings.advantage.estimator or settings.algorithm.name
+
+
+def greedy_like(sampling: Sampling) -> Sampling:
+    """Return greedy sampling with the lengths and stop strings of another."""
+    return Sampling(
+        temperature=0.0,
+        max_new_tokens=sampling.max_new_tokens,
+        stop=sampling.stop,
+        stop_in_text=sampling.stop_in_text,
+    )
+
+
+def _default_eval_sampling(sampling: Sampling, evaluation: Evaluation) -> Sampling:
+    """Return greedy sampling, or that of training where several responses are to differ."""
+    greedy = greedy_like(sampling)
+    if evaluation.num_samples == 1 or evaluation.temperatures:
+        return greedy
+    return replace(greedy, temperature=sampling.temperature)
+
+
+def assemble_algorithm(
+    algorithm: str | Algorithm | None, *, default: str, advantage: Advantage, update: Update
+) -> Algorithm:
+    """Return an algorithm with the parts in place that are overridden one by one.
+
+    Args:
+        algorithm: A value, a name or an import path; None: the one that ``advantage.estimator``
+            names, or ``default``.
+        default: A name.
+        advantage: Its estimator, options and normalisation, where they are set.
+        update: Its loss, options and aggregation, where they are set.
+
+    Raises:
+        ValueError: A name or option is unknown, or an option is not of this kind of loss.
+    """
+    named = advantage.estimator
+    if algorithm is None and named in {*ALGORITHMS, *ALIASES}:
+        algorithm = named
+    estimator = None if named is None else resolve_estimator(named)
+    if algorithm is None and named is not None and estimator is not None:
+        # PPO's loss takes advantages whether or not the tokens of a response differ
+        algorithm = Algorithm(name=named, estimator=estimator, loss=PPO_CLIP, kl_in="reward")
+    base = resolve_algorithm(algorithm or default)
+    estimator = estimator or base.estimator
+    estimator = _with_estimator_options(estimator, named or base.name, advantage)
+    own = update.loss in (None, base.loss.name)
+    loss = base.loss if own or update.loss is None else resolve_policy_loss(update.loss)
+    loss = _with_loss_options(loss, update)
+    kl_in = base.kl_in if estimator.uses_kl else "loss"
+    # extra samples are taken for the advantages
+    extra = resolve_algorithm(named).extra_samples if named in ESTIMATORS else base.extra_samples
+    return replace(base, estimator=estimator, loss=loss, kl_in=kl_in, extra_samples=extra)
+
+
+def _with_estimator_options(estimator: Estimator, name: str, advantage: Advantage) -> Estimator:
+    _check_options(f"advantage.options (estimator {name})", estimator.function, advantage.options)
+    level = estimator.normalize
+    if advantage.normalize is not None:
+        default: Literal["token", "sequence"] = "token" if estimator.per_turn else "sequence"
+        level = (default if level == "none" else level) if advantage.normalize else "none"
+    return estimator._replace(options={**estimator.options, **advantage.options}, normalize=level)
+
+
+def _with_loss_options(loss: PolicyLoss, update: Update) -> PolicyLoss:
+    _check_options(f"update.options (loss {loss.name})", loss.function, update.options)
+    for name, given in (
+        ("aggregate", update.aggregate is not None),
+        ("high_entropy_fraction", update.high_entropy_fraction < 1),
+    ):
+        if given and loss.level == "sequence":
+            raise ValueError(
+                f"update.{name} is about tokens, but update.loss {loss.name!r} has one value per "
+                f"response; leave it out, or choose a token loss ({TOKEN_LOSSES}, …)"
+            )
+    return loss._replace(
+        options={**loss.options, **update.options}, aggregate=update.aggregate or loss.aggregate
+    )
+
+
+def _check_options(where: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Refuse options that the function does not have, before a rollout was paid for."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    known = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    for name in options:
+        if name not in known:
+            raise unknown_name(f"option in {where}", name, known)
+
+
+def largest_divisor(rows: int, at_most: int) -> int:
+    """Return the largest number of equal parts, up to a limit, that ``rows`` can be cut into."""
+    return max(parts for parts in range(1, at_most + 1) if rows % parts == 0)

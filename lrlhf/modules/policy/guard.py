@@ -12,48 +12,32 @@ from lrlhf.functional.algorithm import PolicyLoss
 from lrlhf.functional.masking import masked_mean, masked_sum
 from lrlhf.guard.anomalies import (
     IterationSums,
+    StepWatch,
     judge,
-    locate,
     locate_in,
     measure,
     prompt_text,
     reference_kl,
+    shown,
 )
-from lrlhf.guard.bundle import StepBundle
-from lrlhf.guard.step_watch import StepWatch
-from lrlhf.modules.policy.experience import Sample
-from lrlhf.modules.policy.iteration import Iteration, UpdateContext
-from lrlhf.modules.policy.running_moments import ScoreMoments
+from lrlhf.guard.dump import StepBundle
+from lrlhf.modules.policy.iteration import Iteration
 from lrlhf.types import Experience
 
 ITERATION = "iteration"
 """Stage of what is found before the update."""
-_COLUMN = "column_"
 
 
-def passes_guard(
-    experience: Experience,
-    sample: Sample,
-    moments: ScoreMoments,
-    context: UpdateContext,
-    seeds: tuple[int, ...],
-    tokenizer: PreTrainedTokenizerBase,
-    it: Iteration,
-) -> bool:
+def passes_guard(experience: Experience, it: Iteration, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Look at an iteration before its update; False: all ranks leave the update out.
 
     Args:
         experience: What would be trained on.
-        sample: What it was made of, as the other arguments: kept in a dump.
-        moments: Of the scores.
-        context: Of the update.
-        seeds: Of the pass without gradients.
-        tokenizer: Writes the rows.
         it: The iteration.
+        tokenizer: Writes the rows of a dump.
     """
     guard = it.module.step_guard
-    own = measure(experience, replayed=sample.stored, drawn=context.from_engine)
-    sums = IterationSums(*it.ranks.sum(own).tolist())
+    sums = IterationSums(*it.ranks.sum(measure(experience)).tolist())
     found = judge(sums, guard.settings, guard.lengths)
     if not found:
         guard.lengths.update(sums.tokens / max(sums.rows, 1))
@@ -67,30 +51,16 @@ def passes_guard(
         told.append(bad._replace(text=f"{bad.text} ({place})"))
 
     def bundle() -> StepBundle:
-        names = list(sample.columns)  # which may hold what a file's names may not
-        columns = {f"{_COLUMN}{index}": sample.columns[name] for index, name in enumerate(names)}
         return StepBundle(
             stage=ITERATION,
             batches={"experience": experience},
-            seeds=[seeds],
-            context={
-                **context._asdict(),
-                **moments._asdict(),
-                **columns,
-                "columns": names,
-                "filler": sample.filler,
-            },
+            seeds=[it.seeds],
+            context={},
             records=describe_rows(experience, tokenizer, None),
         )
 
     guard.report(told, bundle, it.module)
     return False
-
-
-def columns_of(bundle: StepBundle) -> dict[str, Tensor]:
-    """Return the named columns that an iteration's bundle holds."""
-    names = bundle.context["columns"]
-    return {name: bundle.context[f"{_COLUMN}{index}"] for index, name in enumerate(names)}
 
 
 def show_probabilities(
@@ -106,18 +76,14 @@ def show_probabilities(
         unseen: Whether this is the first time that engine and trainer can be compared.
     """
     watch.outputs["the policy's log-probabilities"] = logprobs
+    if micro.old_source == "recorded":
+        return  # another policy drew them
     mask = micro.loss_mask
     if micro.old_logprobs is not None:
         watch.see_ratios(log_ratios(logprobs, micro, loss))
     if unseen and watch.limits_mismatch:
         distance = (logprobs - micro.engine_logprobs).abs()
         watch.see_mismatch(masked_sum(distance, mask), mask.sum())
-
-
-def place_in(micro: Experience, watch: StepWatch, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Say where in a micro-batch the first entry is that is not finite."""
-    place = locate(micro, watch.outputs, tokenizer=tokenizer, rows=watch.rows)
-    return place or locate_in(micro, tokenizer)
 
 
 def log_ratios(logprobs: Tensor, experience: Experience, loss: PolicyLoss) -> Tensor:
@@ -162,9 +128,3 @@ def describe_rows(
             }
         )
     return rows
-
-
-def shown(value: Tensor) -> float | str:
-    """Return a number for JSON, which has no word for those that are not finite."""
-    number = float(value)
-    return number if bool(value.isfinite()) else str(number)

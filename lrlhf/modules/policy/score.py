@@ -5,24 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lrlhf.functional.distillation import TeacherStatistics
+from lrlhf.functional.distillation import TeacherStatistics, teacher_advantages
 from lrlhf.models import ReferencePolicy, ValueHead, looking_once, sequence_outputs
 from lrlhf.models.sharding import settle
+from lrlhf.modules.metrics.rollout_metrics import measure_kl, measure_mismatch
 from lrlhf.modules.policy.critic import ValueFunction
-from lrlhf.modules.policy.experience import Scored
+from lrlhf.modules.policy.experience import before_update
 from lrlhf.modules.policy.iteration import Iteration
-from lrlhf.modules.policy.policy_settings import PolicySettings
-from lrlhf.modules.policy.teaching import Teaching, distance_of_responses
-from lrlhf.modules.policy.update_batches import plan_micro_batches
+from lrlhf.modules.policy.settings import PolicySettings
+from lrlhf.modules.policy.teacher import RunTeacher, distance_of_responses, measure_distance
+from lrlhf.modules.policy.update import plan_micro_batches
 from lrlhf.rollout import RolloutEngine, trim
-from lrlhf.types import Rollout, TeacherTokens
+from lrlhf.types import Experience, Rollout, TeacherTokens
+
+RolloutT = TypeVar("RolloutT", bound=Rollout)
 
 
 class _Outputs(NamedTuple):
@@ -41,8 +44,8 @@ class Scorer:
         critic: Its values are wanted; None: there is none.
         engine: Generated the rollout.
         settings: Of the run.
-        models: All trained models, whose gathered weights are given back afterwards.
-        teaching: The teacher; None: there is none.
+        models: All trained models, whose gathered weights are released afterwards.
+        teacher: The teacher; None: there is none.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class Scorer:
         *,
         critic: ValueFunction | None = None,
         models: Mapping[str, nn.Module],
-        teaching: Teaching | None = None,
+        teacher: RunTeacher | None = None,
     ) -> None:
         self._policy = policy
         self._reference = reference
@@ -62,51 +65,71 @@ class Scorer:
         self._engine = engine
         self._settings = settings
         self._models = dict(models)
-        self._teaching = teaching
+        self._teacher = teacher
 
     @torch.no_grad()
-    def __call__(self, rollout: Rollout, it: Iteration, *, stored: bool, kl_coef: float) -> Scored:
-        """Compute what the update needs of a rollout.
+    def __call__(self, experience: Experience, it: Iteration) -> Experience:
+        """Fill in what the update needs of the models, and measure it.
 
         Args:
-            rollout: Of this rank.
+            experience: Responses of this rank and their scores.
             it: The iteration.
-            stored: Whether an earlier run's policy generated it.
-            kl_coef: Strength of the KL penalty; 0: the reference is not asked.
         """
-        penalized = self._reference is not None and kl_coef > 0
-        taught = self._teaching is not None and not self._teaching.in_loss
-        penalized_here = (penalized and self._settings.kl_in_reward) or taught
+        experience = self.ask_teacher(experience, it)
+        recorded = experience.old_source == "recorded"
+        penalized = self._reference is not None and it.kl_coef > 0
+        taught = self._teacher is not None and not self._teacher.in_loss
         select = self._settings.update.high_entropy_fraction < 1
+        rewarded = (penalized and self._settings.kl_in_reward) or taught
         needs_own = (
-            penalized or taught if stored else self._needs_old(rollout, it, rewarded=penalized_here)
+            penalized or taught if recorded else self._needs_old(experience, it, rewarded=rewarded)
         )
-        learns = it.step >= self._settings.update.freeze_steps
-        from_engine = needs_own and learns and not stored and self._generates_exactly(rollout, it)
+        from_engine = (
+            needs_own
+            and not recorded
+            and it.step >= self._settings.update.freeze_steps
+            and self._generates_exactly(experience, it)
+        )
         with looking_once():
             self._policy.eval()
             logprobs = needs_own and not from_engine
-            own = self._own(rollout, it, logprobs=logprobs, entropy=select, taught=taught)
-            reference = self._of_reference(rollout, it) if penalized else None
+            own = self._own(experience, it, logprobs=logprobs, entropy=select, taught=taught)
+            reference = self._of_reference(experience, it) if penalized else None
         self._free_gathered()
-        old = rollout.engine_logprobs if from_engine or stored else own.logprobs
-        return Scored(
-            old_logprobs=old,
-            policy_logprobs=own.logprobs if stored else None,
+        experience = replace(
+            _with_old(experience, own.logprobs, from_engine=from_engine),
             ref_logprobs=reference,
             entropy=own.entropy,
             values=own.values,
-            distance=own.distance,
-            from_engine=from_engine,
         )
+        measure_kl(experience, it.metrics)
+        if own.distance is not None:
+            experience = self._with_teacher(experience, own.distance, it)
+        if experience.old_source == "policy":
+            assert experience.old_logprobs is not None
+            measure_mismatch(experience.old_logprobs, experience, it.metrics)
+        return experience
+
+    def _with_teacher(
+        self, experience: Experience, distance: TeacherStatistics, it: Iteration
+    ) -> Experience:
+        """Measure the distance to the teacher, and turn it into a part of the advantages."""
+        policy, mask = before_update(experience), experience.response_mask
+        measure_distance(distance, policy, mask, it.metrics)
+        assert self._teacher is not None
+        teacher = self._teacher.settings
+        advantages = teacher_advantages(
+            policy, distance.logprobs, mask, coef=teacher.coef, discount=teacher.discount
+        )
+        return replace(experience, teacher_advantages=advantages)
 
     def _needs_old(self, rollout: Rollout, it: Iteration, *, rewarded: bool) -> bool:
         """An update that is exactly on-policy needs no old log-probabilities: they are the new."""
         update, rows = self._settings.update, len(rollout)
         several = update.num_iterations > 1 or self._settings.minibatch_rows(rows, it.ranks) < rows
         # without an update to show it, how far engine and trainer are apart is measured here
-        waits = it.step < update.freeze_steps
-        return several or waits or rewarded
+        frozen = it.step < update.freeze_steps
+        return several or frozen or rewarded
 
     def _generates_exactly(self, rollout: Rollout, it: Iteration) -> bool:
         """Whether the log-probabilities of the engine are the policy's own."""
@@ -122,18 +145,18 @@ class Scorer:
         )
 
     @torch.no_grad()
-    def ask_teacher(self, rollout: Rollout, it: Iteration) -> Rollout:
+    def ask_teacher(self, rollout: RolloutT, it: Iteration) -> RolloutT:
         """Have the teacher say what is kept with a rollout, where it is asked only once."""
-        teaching = self._teaching
-        if teaching is None or not teaching.keeps_tokens:
+        teacher = self._teacher
+        if teacher is None or not teacher.keeps_tokens:
             return rollout
-        if teaching.model is None:
-            return replace(rollout, teacher=teaching.tokens(rollout))
+        if teacher.model is None:
+            return replace(rollout, teacher=teacher.tokens(rollout))
         with looking_once():
             kept = self._in_micro_batches(
-                rollout, [teaching.model.model], lambda part: _columns(teaching.tokens(part)), it
+                rollout, [teacher.model.model], lambda part: _columns(teacher.tokens(part)), it
             )
-        teaching.rest()
+        teacher.rest()
         chosen, ids, logprobs = cast(list[Tensor], kept)
         tokens = TeacherTokens(logprobs=chosen, top_ids=ids, top_logprobs=logprobs)
         return replace(rollout, teacher=tokens)
@@ -141,8 +164,8 @@ class Scorer:
     @torch.no_grad()
     def distance(self, rollout: Rollout, it: Iteration) -> dict[str, Tensor]:
         """Compare policy and teacher on responses of an evaluation; `[B]` by name."""
-        assert self._teaching is not None
-        if self._teaching.model is None:
+        assert self._teacher is not None
+        if self._teacher.model is None:
             rollout = self.ask_teacher(rollout, it)
         self._policy.eval()
         with looking_once():
@@ -181,7 +204,7 @@ class Scorer:
         value_head: ValueHead | None,
         taught: bool,
     ) -> _Outputs:
-        teaching = self._teaching
+        teacher = self._teacher
 
         def forward(part: Rollout) -> list[Tensor | None]:
             out = sequence_outputs(
@@ -191,13 +214,13 @@ class Scorer:
                 chunk_size=self._settings.update.logprob_chunk,
                 entropy=entropy,
                 value_head=value_head,
-                teacher=teaching.rows if teaching and taught else None,
+                teacher=teacher.rows if teacher and taught else None,
             )
             return [out.logprobs, out.entropy, out.values, *(out.teacher or ())]
 
         models = [self._policy]
-        if teaching and taught and teaching.model is not None and rollout.teacher is None:
-            models.append(teaching.model.model)
+        if teacher and taught and teacher.model is not None and rollout.teacher is None:
+            models.append(teacher.model.model)
         logprobs, own_entropy, values, *distance = self._in_micro_batches(
             rollout, models, forward, it
         )
@@ -252,13 +275,30 @@ class Scorer:
         return whole
 
     def _free_gathered(self) -> None:
-        """Give back what only the passes without gradients needed."""
+        """Release what only the passes without gradients needed."""
         for model in self._models.values():
             settle(model)
         if self._reference is not None:
             self._reference.rest(offload=self._settings.reference.offload)
-        if self._teaching is not None:
-            self._teaching.rest()
+        if self._teacher is not None:
+            self._teacher.rest()
+
+
+def _with_old(experience: Experience, own: Tensor | None, *, from_engine: bool) -> Experience:
+    """Set the log-probabilities that the update starts from, and say where they come from.
+
+    Args:
+        experience: Responses of this rank.
+        own: `[B, T]`, the policy's as it is now; None: not computed, as the update's first pass
+            computes them, or the engine's are the same.
+        from_engine: The engine's are the policy's own.
+    """
+    engine = experience.engine_logprobs
+    if experience.old_source == "recorded":
+        return replace(experience, old_logprobs=engine, policy_logprobs=own)
+    if from_engine:
+        return replace(experience, old_logprobs=engine, old_source="engine")
+    return replace(experience, old_logprobs=own, old_source=None if own is None else "policy")
 
 
 def _columns(tokens: TeacherTokens) -> list[Tensor]:

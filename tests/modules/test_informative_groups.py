@@ -14,8 +14,7 @@ from lrlhf.functional.algorithm import Algorithm, Estimator, EstimatorInputs
 from lrlhf.functional.algorithms import ALGORITHMS
 from lrlhf.modules.metrics.metric_sums import MetricSums
 from lrlhf.modules.metrics.rollout_metrics import measure_rollout
-from lrlhf.modules.policy.sampler import Sampler
-from lrlhf.modules.policy.teaching_groups import teaching_groups
+from lrlhf.modules.policy.sample import Sampler, informative_groups
 from lrlhf.modules.settings import Advantage
 from lrlhf.rewards import RewardResult
 from lrlhf.rollout import Collected, collect_different
@@ -59,12 +58,12 @@ def collected(
         weights=torch.ones_like(each, dtype=torch.float64),
     )
     found = Collected(rollout, result, [{"group": row // 2} for row in range(count)])
-    return found if greedy is None else found.with_beside({"greedy": torch.tensor(greedy)})
+    return found if greedy is None else found.with_extra_values({"greedy": torch.tensor(greedy)})
 
 
 def taught(name: str, given: Collected, **options: Any) -> list[bool]:
     settings = Advantage(**options)
-    return teaching_groups(given, ALGORITHMS[name], settings, num_generations=2).tolist()
+    return informative_groups(given, ALGORITHMS[name], settings, num_generations=2).tolist()
 
 
 TURNS = collected([(1, 0), (0, 1), (1, 1), (1, 1), (0, 1), (1, 1)])
@@ -116,7 +115,7 @@ def test_an_estimator_of_the_users_is_asked() -> None:
         estimator=Estimator(first_turn, groups=True, uses_turn_rewards=True),
         loss=ALGORITHMS["grpo"].loss,
     )
-    assert teaching_groups(TURNS, mine, Advantage(), num_generations=2).tolist() == [
+    assert informative_groups(TURNS, mine, Advantage(), num_generations=2).tolist() == [
         True,
         False,
         True,
@@ -129,7 +128,7 @@ def test_sampling_and_the_logged_share_ask_the_same() -> None:
         settings: Any = SimpleNamespace(
             algorithm=ALGORITHMS[name], advantage=Advantage(), num_generations=2
         )
-        asks = Sampler._teaches.__get__(SimpleNamespace(_settings=settings))
+        asks = Sampler._informative.__get__(SimpleNamespace(_settings=settings))
         found = collect_different(
             untold_prompts([[1]]),
             lambda *_: one,
@@ -145,6 +144,6 @@ def test_sampling_and_the_logged_share_ask_the_same() -> None:
             one.rewards,
             metrics,
             num_generations=2,
-            teaches=asks(one),
+            informative=asks(one),
         )
         assert metrics._read()[0]["rollout/zero_variance_groups"] == (float(filler), 1.0)

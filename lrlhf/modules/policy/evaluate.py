@@ -12,11 +12,15 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lrlhf.functional.names import unknown_name
-from lrlhf.modules.metrics.measurement import Measurement, measured_mean, measured_share
+from lrlhf.modules.metrics.measurement import (
+    Measurement,
+    measured_mean,
+    measured_share,
+)
 from lrlhf.modules.policy.iteration import Iteration
-from lrlhf.modules.policy.policy_settings import PolicySettings
-from lrlhf.modules.policy.sampler import Sampler
-from lrlhf.modules.policy.teaching import EVALUATED
+from lrlhf.modules.policy.sample import Sampler
+from lrlhf.modules.policy.settings import PolicySettings
+from lrlhf.modules.policy.teacher import EVALUATED
 from lrlhf.modules.settings import Evaluation
 from lrlhf.rewards import Rewards
 from lrlhf.rewards.functions.one_by_one import UnjudgedError
@@ -178,7 +182,7 @@ class Evaluator:
                 chosen = [seed for own in seeds for seed in own[first : first + self._at_once]]
                 collected = self._sampler.answer(batch, one.sampling, chosen, it)
                 if self._distance is not None:
-                    collected = collected.with_beside(self._distance(collected.rollout, it))
+                    collected = collected.with_extra_values(self._distance(collected.rollout, it))
                 taken = [*self._taken(collected, prompts, one, first)]
                 records += taken
                 self._observe(taken, collected.rollout.truncated.tolist(), numbers, groups)
@@ -350,7 +354,7 @@ def _values(collected: Collected, row: int) -> dict[str, float]:
     per_function = zip(rewards.names, rewards.per_function[row].tolist(), strict=True)
     return {
         **dict(per_function),
-        **{name: float(column[row]) for name, column in collected.beside.items()},
+        **{name: float(column[row]) for name, column in collected.extra_values.items()},
         _SCORE: float(rewards.scores[row]),
         _LENGTH: float(rollout.response_mask[row].sum()),
         _TRUNCATED: float(rollout.truncated[row]),

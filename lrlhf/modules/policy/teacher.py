@@ -15,7 +15,7 @@ from lrlhf.models.teacher import TeacherModel, check_same_tokens, top_rows, voca
 from lrlhf.models.text_limits import context_length
 from lrlhf.modules.metrics.metric_sums import MetricSums
 from lrlhf.modules.policy.load_policy import LoadedPolicy
-from lrlhf.modules.policy.policy_settings import PolicySettings
+from lrlhf.modules.policy.settings import PolicySettings
 from lrlhf.modules.settings import Teacher
 from lrlhf.rollout import RolloutEngine
 from lrlhf.rollout.vllm.teacher_server import TeacherServer
@@ -28,7 +28,7 @@ EVALUATED = ("teacher_reverse_kl", "teacher_reverse_kl_sampled", "teacher_top_ag
 """Names of what an evaluation measures of each response."""
 
 
-class Teaching:
+class RunTeacher:
     """What says how probable tokens are to the teacher.
 
     Args:

@@ -44,7 +44,7 @@ def test_the_baseline_is_the_score_of_the_greedy_response(
     run = train(remax(), callbacks=[log])
     assert len(run.experience) == 16  # greedy responses are not trained on
     greedy = [greedy_score(language_model, tokenizer, run.experience, row) for row in range(16)]
-    assert [record["beside"]["greedy"] for record in run.records] == pytest.approx(greedy)
+    assert [record["extra_values"]["greedy"] for record in run.records] == pytest.approx(greedy)
     assert len({*greedy}) > 1
     scores = run.experience.scores.tolist()
     assert_advantages(run, [score - own for score, own in zip(scores, greedy, strict=True)])
@@ -57,7 +57,7 @@ def test_the_baseline_is_the_score_of_the_greedy_response(
 def test_groups_that_are_sampled_in_rounds_keep_their_own_greedy_score(remax, train) -> None:
     run = train(remax(dynamic_sampling=DynamicSampling(prompts=2)))
     expected = [
-        0.0 if record["filler"] else record["score"] - record["beside"]["greedy"]
+        0.0 if record["filler"] else record["score"] - record["extra_values"]["greedy"]
         for record in run.records
     ]
     assert_advantages(run, expected)
@@ -73,7 +73,7 @@ def test_the_greedy_score_is_scaled_and_clipped_like_the_others(remax, train, mo
         return min(max((value - shift) / float(scores.std()), -1.0), 2.0)
 
     expected = [
-        scaled(record["score"]) - scaled(record["beside"]["greedy"]) for record in run.records
+        scaled(record["score"]) - scaled(record["extra_values"]["greedy"]) for record in run.records
     ]
     assert_advantages(run, expected)
 
