@@ -19,8 +19,8 @@ from lrlhf.models import looking_once, packs, plain_model
 from lrlhf.modules.base import SteppedOptimizer
 from lrlhf.modules.policy.iteration import Iteration
 from lrlhf.modules.policy.settings import PolicySettings
-from lrlhf.rollout import MicroBatch, minibatches, trim
 from lrlhf.rollout import plan_micro_batches as plan_own
+from lrlhf.rollout.minibatches import MicroBatch, minibatches, trim
 from lrlhf.run.sequence_balancing import balance_over_ranks
 from lrlhf.types import Experience, SequenceBatch
 
