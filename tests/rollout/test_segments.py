@@ -29,7 +29,7 @@ from lrlhf.rollout import (
     response_ids,
     responses_of,
 )
-from lrlhf.rollout.responses import untold_prompts
+from lrlhf.rollout.responses import token_prompts
 from lrlhf.types import PromptBatch, Rollout
 from tests.modules.policy_runs import Watcher, fit, letters, weights
 from tests.rollout.copy_engine import CopyEngine
@@ -73,7 +73,7 @@ def sampled(*ids: int, logprob: float = -1.0, **options: Any) -> Response:
     return Response.sampled(torch.tensor(ids), torch.full((len(ids),), logprob), **options)
 
 
-PROMPTS = untold_prompts([[10, 11], [12]])
+PROMPTS = token_prompts([[10, 11], [12]])
 TURNS = [
     sampled(1, 2).given(torch.tensor([7, 8, 9])).followed_by(sampled(3, truncated=True)),
     replace(sampled(4), segments=(Segment(token_ids=torch.tensor([6])), *sampled(4).segments)),
@@ -121,7 +121,7 @@ def test_a_rollout_can_be_taken_apart_and_put_together_again() -> None:
 def test_turns_of_other_weights_count_as_the_oldest() -> None:
     newer, older = (replace(sampled(1), weight_version=version) for version in (4, 2))
     assert newer.followed_by(older).weight_version == 2
-    with pytest.raises(ValueError, match="1 of 2 responses say what weights"):
+    with pytest.raises(ValueError, match="1 of 2 responses have a weight_version"):
         assemble_rollout(PROMPTS, [newer, sampled(1)], num_generations=1, pad_id=0)
 
 
@@ -131,7 +131,7 @@ def test_each_turn_keeps_the_versions_that_sampled_it() -> None:
     mixed = replace(segment, versions=torch.tensor([3, 4, 4]))
     third = Response(segments=(mixed,), truncated=False, weight_version=3)
     whole = first.given(torch.tensor([7])).followed_by(second).followed_by(third)
-    prompts = untold_prompts([[8, 9]])
+    prompts = token_prompts([[8, 9]])
     rollout = assemble_rollout(prompts, [whole], num_generations=1, pad_id=0)
     assert rollout.weight_version is not None
     assert rollout.token_versions is not None
@@ -154,7 +154,7 @@ def test_logprobs_behind_given_tokens_are_those_of_the_whole_sequence(
 ) -> None:
     if packed:
         assert allow_packing(language_model)
-    prompts = untold_prompts([[10, 11, 12, 13], [12, 14]])
+    prompts = token_prompts([[10, 11, 12, 13], [12, 14]])
     responses = [
         *TURNS,
         sampled(1, 2, 5).given(torch.tensor([7])).followed_by(sampled(3, 3)),
@@ -193,7 +193,7 @@ def collected(
         Response.sampled(parts[2], torch.zeros(len(parts[2])), truncated=False)
     )
     one_turn = Response.sampled(parts[2], torch.zeros(len(parts[2])), truncated=False)
-    prompts = replace(untold_prompts([ids("why").tolist()]), prompts=(prompt,))
+    prompts = replace(token_prompts([ids("why").tolist()]), prompts=(prompt,))
     seen: list[Any] = []
     said: list[list[int]] = []
 

@@ -11,7 +11,7 @@ from lrlhf.background import in_background
 from lrlhf.rollout import EngineFailure
 from lrlhf.rollout.vllm.client import ServerClient
 from lrlhf.rollout.vllm.fleet import Fleet
-from lrlhf.rollout.vllm.server import FoundServer, Server
+from lrlhf.rollout.vllm.server import ExternalServer, Server
 from lrlhf.rollout.vllm.vllm_base import EngineStartError
 
 
@@ -212,7 +212,7 @@ def test_nobody_waits_for_a_found_server_that_is_not_wanted_any_more(
         return False
 
     monkeypatch.setattr(ServerClient, "is_healthy", ill)
-    found = FoundServer("http://nobody:1", timeout=900.0, command=str)
+    found = ExternalServer("http://nobody:1", timeout=900.0, command=str)
     start = in_background(found.start, name="start")
     assert asked.wait(20)
     found.stop()

@@ -1,4 +1,4 @@
-"""Servers that are kept running: one that fails is started again beside the others."""
+"""The servers of an engine: restarts in the background, routing of requests, open requests."""
 
 from __future__ import annotations
 
@@ -24,15 +24,14 @@ _NOTICE_SECONDS = 5.0
 
 
 class Fleet:
-    """The servers of an engine, on the rank that leads them.
+    """The servers of an engine, on rank 0.
 
-    A server that failed is ended and started again in the background, and is among those that run
-    once it answers and somebody asks for them. With no other left nothing is started: that is for
-    the engine to do, with all of them.
+    A server that failed is restarted in the background, and is in `running` once it is ready. When
+    all have failed none is restarted: the engine restarts the whole fleet.
 
     Args:
-        servers: Not started yet.
-        max_restarts: How often in a row one of them may be started again before it is left out.
+        servers: Servers that are not started.
+        max_restarts: Consecutive restarts of a server before it is left out.
     """
 
     def __init__(self, servers: Sequence[Server], *, max_restarts: int) -> None:
@@ -46,10 +45,10 @@ class Fleet:
         self.restarts = 0
 
     def start(self) -> None:
-        """Start all of them at once and wait for them.
+        """Start all servers in parallel and wait for them.
 
         Raises:
-            EngineStartError: One of them does not answer.
+            EngineStartError: A server did not become ready.
         """
         self._starts = {
             number: in_background(server.start, name=f"vllm-server-{number}")
@@ -60,7 +59,7 @@ class Fleet:
         self._starts = {}
 
     def stop(self) -> None:
-        """End all of them, also those that are just starting."""
+        """End all servers, also those that are starting."""
         with self._lock:
             starts, self._starts = list(self._starts.values()), {}
             clients, self._clients = list(self._clients.values()), {}
@@ -69,7 +68,7 @@ class Fleet:
         while True:
             for server in self._servers:
                 server.stop()
-            # one may have been about to start a process when it was ended
+            # a server may have been about to start a process
             if not wait(starts, _END_SECONDS).not_done:
                 break
         for start in starts:
@@ -79,16 +78,16 @@ class Fleet:
             server.stop()
 
     def running(self) -> dict[int, ServerClient]:
-        """Return those that run, with all that have been started again meanwhile.
+        """Return the clients of running servers, restarted ones included.
 
         Raises:
             EngineFailure: None is left.
         """
-        # which may take a server on another machine a while
-        gone = [number for number in self._present() if not self._servers[number].alive()]
+        # outside of the lock, as it may take a server on another machine a while
+        dead = [number for number in self._current() if not self._servers[number].alive()]
         with self._lock:
-            for number in gone:
-                self._take_out(number, "has ended")
+            for number in dead:
+                self._remove(number, "has ended")
         self._join()
         while True:
             with self._lock:
@@ -101,61 +100,61 @@ class Fleet:
             self._join()
 
     def fail(self, address: Address, reason: str) -> None:
-        """Take a server out and start it again beside the others; the last one stays.
+        """Remove and restart a server, unless it is the last.
 
         Args:
-            address: Where it was; one that has been started again since is another.
-            reason: What it did.
+            address: Its address, which changes with a restart.
+            reason: Its failure.
         """
         with self._lock:
-            for number, client in self._present().items():
+            for number, client in self._current().items():
                 if client.address == address and len(self._clients) > 1:
-                    self._take_out(number, reason)
+                    self._remove(number, reason)
 
     def drop_broken(self, members: Collection[int], failed: Collection[int] = ()) -> list[int]:
-        """Take out those that something went wrong with.
+        """Remove the servers that broke a common step.
 
         Args:
-            members: Servers that were to do it; one that was taken out meanwhile is broken too.
-            failed: Those that are known not to have done it.
+            members: Servers of the step; those that were removed meanwhile are broken too.
+            failed: Servers that are known to have failed.
 
         Returns:
-            Numbers of all that are broken; empty also where no others are left.
+            Numbers of all broken servers; empty also if no others are left.
         """
         deadline = time.monotonic() + _NOTICE_SECONDS
-        while True:  # that a process of theirs has ended, servers notice a moment later
-            present = self._present()
+        while True:  # servers notice the end of one of their processes with a delay
+            current = self._current()
             silent = [
                 number
-                for number, client in present.items()
+                for number, client in current.items()
                 if not (self._servers[number].alive() and client.is_healthy())
             ]
-            broken = sorted({*silent, *failed, *(set(members) - present.keys())})
+            broken = sorted({*silent, *failed, *(set(members) - current.keys())})
             if broken or time.monotonic() > deadline:
                 break
             time.sleep(_END_SECONDS)
         with self._lock:
             for number in broken:
                 silence = "does not answer any more"
-                self._take_out(number, silence if number in silent else "failed in a push")
+                self._remove(number, silence if number in silent else "failed in a push")
             return broken if self._clients else []
 
     def succeeded(self) -> None:
-        """Hear that those that run were given weights."""
-        for number in self._present():
+        """Reset the restart counts of running servers, after a push."""
+        for number in self._current():
             self._failures[number] = 0
 
-    def _present(self) -> dict[int, ServerClient]:
+    def _current(self) -> dict[int, ServerClient]:
         with self._lock:
             return dict(self._clients)
 
-    def _take_out(self, number: int, reason: str) -> None:
+    def _remove(self, number: int, reason: str) -> None:
         client = self._clients.pop(number, None)
         if client is not None:
             client.close()
-            self._start_again(number, reason)
+            self._restart(number, reason)
 
-    def _start_again(self, number: int, reason: str) -> None:
+    def _restart(self, number: int, reason: str) -> None:
         self._last = name = f"vLLM server {number} {reason}"
         if not self._clients and not self._starts:
             return
@@ -175,9 +174,9 @@ class Fleet:
         )
 
     def _join(self) -> None:
-        """Take those in that have been started."""
+        """Add the clients of servers that have started."""
         with self._lock:
-            done = {number: one for number, one in self._starts.items() if one.done()}
+            done = {number: start for number, start in self._starts.items() if start.done()}
             for number, start in done.items():
                 del self._starts[number]
                 error = start.exception()
@@ -185,41 +184,39 @@ class Fleet:
                     self._clients[number] = start.result()
                     logger.warning("vLLM server %d runs again", number)
                 elif isinstance(error, Exception):
-                    self._start_again(number, f"did not start ({error})")
+                    self._restart(number, f"did not start ({error})")
 
 
 BLOCK = 64
-"""Tokens that are looked up together; a prefix counts as cached by whole blocks."""
+"""Tokens of a block; prefixes count as cached in complete blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a request went, and what was expected of it there."""
+    """The replica of a request, and the expected tokens to compute there."""
 
     replica: int
     tokens: int
 
 
 class Router:
-    """Sends requests to the replica that has the least to do with them.
+    """Prefix-aware routing: chooses the replica with the fewest tokens to compute.
 
-    Requests with one prompt go together. They cost a replica the tokens of the prompt that it has
-    no keys and values of yet, and they go where that and the tokens that it still has to compute
-    for others are the least in sum. So the next turn of an episode goes where its history is, until
-    other work there outweighs what the history saves. NVIDIA Dynamo's router adds up the same two,
-    blocks to prefill and blocks in use; routers such as those of SGLang and Ray Serve instead
-    follow the prefix until the loads are too far apart.
+    Requests with one prompt go together. Their cost at a replica is the tokens of the prompt that
+    are not in its prefix cache, and they go where the sum of this cost and its load is the
+    smallest. So the next turn of an episode goes where its history is cached, until the load there
+    outweighs the cache. NVIDIA Dynamo's router adds the same two, blocks to prefill and blocks in
+    use; those of SGLang and Ray Serve follow the prefix until the loads are too different.
 
-    What a replica has keys and values of is not asked of it, but remembered: what was sent there,
-    and what it answered, since its cache was last emptied. What it has thrown away since then, for
-    lack of room, counts as there.
+    The contents of a cache are estimated: all prompts and responses since it was last cleared.
+    Evicted blocks count as cached.
 
-    Every rank has a router of its own and knows of no other rank's requests. Between equals each
-    begins with another replica, so that ranks which all begin at once do not meet.
+    Every rank has a router of its own, without other ranks' requests. Ties are broken in another
+    order on each, so that ranks that start together choose different replicas.
 
     Args:
-        replicas: Their numbers.
-        first: Which of them comes first between equals, by its place in the order.
+        replicas: Numbers of the replicas.
+        first: Index of the replica that wins ties.
     """
 
     def __init__(self, replicas: Collection[int], *, first: int = 0) -> None:
@@ -237,45 +234,40 @@ class Router:
 
         Args:
             prompt: Token ids.
-            most: How many tokens each request may get.
-            among: Replicas that may be chosen.
+            most: Most new tokens of each request.
+            among: Candidates.
 
         Returns:
-            One placement per request, which `finished` takes back.
+            One placement per request, for `finished`.
         """
         blocks = list(_blocks(prompt))
         with self._lock:
-            missing = {one: len(prompt) - self._length(one, blocks) for one in among}
+            missing = {each: len(prompt) - self._length(each, blocks) for each in among}
             chosen = min(
-                (one for one in self._order if one in among),
-                key=lambda one: self._load[one] + missing[one],
+                (each for each in self._order if each in among),
+                key=lambda each: self._load[each] + missing[each],
             )
-            # the first of them computes the prompt, and the others find it
+            # the first computes the prompt for all
             tokens = [most[0] + missing[chosen], *most[1:]]
             self._load[chosen] += sum(tokens)
             self._cached[chosen].update(blocks)
         return [Placement(chosen, each) for each in tokens]
 
     def finished(self, placement: Placement, sequence: Sequence[int] = ()) -> None:
-        """Take a request off a replica's load.
-
-        Args:
-            placement: Of the request.
-            sequence: Prompt and response, which the replica has keys and values of now.
-        """
+        """Remove a request from the load; ``sequence``, prompt and response, is cached now."""
         blocks = list(_blocks(sequence))
         with self._lock:
             self._load[placement.replica] -= placement.tokens
             self._cached[placement.replica].update(blocks)
 
     def forget(self) -> None:
-        """Hear that all caches were emptied."""
+        """Record that all caches were cleared."""
         with self._lock:
             for cached in self._cached.values():
                 cached.clear()
 
     def _length(self, replica: int, blocks: Sequence[int]) -> int:
-        """Tokens of a prompt that a replica has keys and values of."""
+        """Return the number of cached tokens of a prompt."""
         cached = self._cached[replica]
         for count, block in enumerate(blocks):
             if block not in cached:
@@ -284,7 +276,7 @@ class Router:
 
 
 def _blocks(tokens: Sequence[int]) -> Iterator[int]:
-    """Name every whole block by what is in it and in all before it."""
+    """Yield the hash of every complete block with all blocks before it."""
     chain = 0
     for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
         chain = hash((chain, *tokens[start : start + BLOCK]))
@@ -297,28 +289,28 @@ _RESET_SECONDS = 10.0
 
 
 @dataclass
-class Replica:
-    """A server that takes part in pushes, as one rank talks to it."""
+class SyncedServer:
+    """A server that takes part in pushes, on one rank."""
 
     number: int
     client: ServerClient
     described: dict[str, Any] = field(default_factory=dict)
-    """What its workers tell of it."""
+    """Description by its workers, see `WeightReceiver.lrlhf_describe`."""
     failed: bool = False
-    """Whether it did not do something that all were asked for."""
+    """Whether it failed in a common step."""
     _adapter: str = ""
 
     def load_adapter(self, version: str, settings: str, seconds: float) -> None:
-        """Have the server compute with what was sent, for requests that name this version.
+        """Load the adapter that was sent, for requests with ``version`` as model.
 
         Args:
             version: Name of the adapter.
-            settings: What ``adapter_config.json`` says.
-            seconds: How long each step may take.
+            settings: Contents of ``adapter_config.json``.
+            seconds: Time limit of each step.
         """
         call = partial(self.client.call_workers, timeout=seconds)
         folder, *_ = call("lrlhf_write_adapter", version, settings)
-        # under a new name, as one that is replaced under its old would be read at every step
+        # under a new name, as one with the old name would be loaded at every step
         body = {"lora_name": version, "lora_path": folder}
         self.client.post("/v1/load_lora_adapter", body, timeout=seconds)
         call("lrlhf_remove_adapter", version)
@@ -328,14 +320,10 @@ class Replica:
         self._adapter = version
 
     def reset_caches(self, seconds: float) -> None:
-        """Have the server forget keys, values and image features.
-
-        Args:
-            seconds: How long each step may take.
-        """
+        """Clear keys, values and image features, with a time limit for each step."""
         deadline = time.monotonic() + _RESET_SECONDS
         while not self.client.post("/reset_prefix_cache", timeout=seconds)["success"]:
-            # the blocks of a response that was just answered are given back a moment later
+            # the blocks of a finished response are released with a delay
             if time.monotonic() > deadline:
                 raise EngineFailure("vLLM did not reset its prefix cache: requests still run")
             time.sleep(0.1)
@@ -343,92 +331,94 @@ class Replica:
             self.client.post(path, timeout=seconds)
 
 
-def on_all(replicas: Sequence[Replica], act: Callable[[Replica], ResultT]) -> list[ResultT]:
-    """Act on all replicas at once; raises what went wrong, once all are through."""
+def on_all(
+    servers: Sequence[SyncedServer], act: Callable[[SyncedServer], ResultT]
+) -> list[ResultT]:
+    """Act on all servers in parallel; errors are raised once all have finished."""
 
-    def acted(one: Replica) -> ResultT:
+    def run(server: SyncedServer) -> ResultT:
         try:
-            return act(one)
+            return act(server)
         except EngineFailure:
-            one.failed = True
+            server.failed = True
             raise
 
-    futures = [in_background(partial(acted, one), name="vllm-replica") for one in replicas]
+    futures = [in_background(partial(run, server), name="vllm-replica") for server in servers]
     wait(futures)
     return [future.result() for future in futures]
 
 
 @dataclass
-class _Server:
-    open: int = 0
-    heard: float = 0.0
+class _OpenRequests:
+    count: int = 0
+    last_response: float = 0.0
 
 
 class Traffic:
-    """Shares the places at servers between calls, first come, first served.
+    """Shares the slots of servers between calls, first come, first served.
 
-    It also has one clock per server: a request may wait there for those of another call, and what
-    that one hears shows that the server gets on.
+    It has one clock per server for all calls: a request may wait for those of another call, whose
+    responses show that the server works.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._servers: WeakKeyDictionary[ServerClient, _Server] = WeakKeyDictionary()
+        self._open: WeakKeyDictionary[ServerClient, _OpenRequests] = WeakKeyDictionary()
         self._waiting: dict[int, Callable[[], object]] = {}
         self._calls = 0
 
     def enter(self) -> int:
-        """Return the number of a call that begins."""
+        """Return the number of a new call."""
         with self._lock:
             self._calls += 1
             return self._calls
 
     def may_place(self, call: int, wake: Callable[[], object]) -> bool:
-        """Whether it is a call's turn to take places.
+        """Whether a call may take slots now.
 
         Args:
             call: Its number.
-            wake: Called, from any thread, whenever it is worthwhile to ask again, until `placed`.
+            wake: Called from any thread when slots may be free, until `placed`.
         """
         with self._lock:
             self._waiting[call] = wake
             return call == min(self._waiting)
 
     def placed(self, call: int) -> None:
-        """Hear that a call needs no place at present."""
+        """Record that a call needs no slot at present."""
         with self._lock:
             if self._waiting.pop(call, None) is not None:
                 self._wake_first()
 
-    def has_place(self, server: ServerClient, most: int) -> bool:
-        """Whether a server with ``most`` places has one free."""
+    def has_slot(self, server: ServerClient, most: int) -> bool:
+        """Whether a server with ``most`` slots has a free one."""
         with self._lock:
-            return self._of(server).open < most
+            return self._of(server).count < most
 
     def opened(self, server: ServerClient, count: int) -> None:
-        """Hear of requests that a server is sent."""
+        """Record requests to a server."""
         with self._lock:
-            found = self._of(server)
-            if not found.open:
-                found.heard = time.monotonic()
-            found.open += count
+            requests = self._of(server)
+            if not requests.count:
+                requests.last_response = time.monotonic()
+            requests.count += count
 
     def closed(self, server: ServerClient, *, answered: bool) -> None:
-        """Hear that a request is over, and whether that tells that the server gets on."""
+        """Record the end of a request, and whether there was a response."""
         with self._lock:
-            found = self._of(server)
-            found.open -= 1
+            requests = self._of(server)
+            requests.count -= 1
             if answered:
-                found.heard = time.monotonic()
+                requests.last_response = time.monotonic()
             self._wake_first()
 
     def silence(self, server: ServerClient) -> float:
-        """Return for how many seconds a server with open requests has answered none."""
+        """Return the seconds without a response of a server with open requests."""
         with self._lock:
-            return time.monotonic() - self._of(server).heard
+            return time.monotonic() - self._of(server).last_response
 
-    def _of(self, server: ServerClient) -> _Server:
-        return self._servers.setdefault(server, _Server())
+    def _of(self, server: ServerClient) -> _OpenRequests:
+        return self._open.setdefault(server, _OpenRequests())
 
     def _wake_first(self) -> None:
         if self._waiting:
