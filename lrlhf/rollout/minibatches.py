@@ -224,12 +224,14 @@ def _slice(tree: Tree, start: int, end: int) -> Tree:
 def _first_fit(trees: Sequence[Tree], max_tokens: int) -> list[list[Tree]]:
     """Put each tree, largest first, into the first bin with room (first fit decreasing)."""
     bins: list[list[Tree]] = []
+    room: list[int] = []
     for tree in sorted(trees, key=lambda each: -each.tokens):
-        fitting = (each for each in bins if _tokens(each) + tree.tokens <= max_tokens)
-        if (chosen := next(fitting, None)) is None:
-            bins.append([tree])
-        else:
-            chosen.append(tree)
+        index = next((i for i, free in enumerate(room) if tree.tokens <= free), len(bins))
+        if index == len(bins):
+            bins.append([])
+            room.append(max_tokens)
+        bins[index].append(tree)
+        room[index] -= tree.tokens
     return bins
 
 

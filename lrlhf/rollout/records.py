@@ -30,15 +30,8 @@ def rollout_records(
 ) -> list[dict[str, Any]]:
     """Describe each response in JSON types.
 
-    Args:
-        prompts: The unique prompts.
-        rollout: Their responses, rows of one prompt consecutive.
-        views: Views of the responses.
-        rewards: Their scores.
-        tokenizer: The policy's.
-        sampling: Sampling options of the responses.
-        step: Training iteration.
-        weight_version: Version of the policy, where the rollout has none.
+    ``prompts`` are unique, and rows of one prompt are consecutive in ``rollout``, whose
+    ``weight_version``, if any, takes precedence.
     """
     num_generations = len(rollout) // len(prompts)
     sources = prompts.places or ("",) * len(prompts)
@@ -191,13 +184,7 @@ def plain_json(value: Any) -> Any:
 def token_values(
     experience: Experience, row: int, token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, list[Any]]:
-    """Describe the tokens of a response, those that were not sampled included.
-
-    Args:
-        experience: The rows of this rank, before the update.
-        row: Index of the response.
-        token_ids: Its tokens, the last ones of the row.
-        tokenizer: The policy's.
+    """Describe the tokens of a response, the last of a row, those that were not sampled included.
 
     Returns:
         Lists with an entry per token: ``texts`` (see `token_texts`); ``advantage``;

@@ -1,4 +1,7 @@
-"""Responses as engines return them, made of segments, and their conversion to a batch."""
+"""Responses as engines return them, made of segments, and their conversion to a batch.
+
+``prompts`` are the unique prompts, and rows of one prompt are consecutive in ``rollout``.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,7 @@ class Response:
         segment = Segment(token_ids=token_ids, logprobs=logprobs, kept_mass=kept_mass)
         return cls(segments=(segment,), truncated=truncated)
 
-    def given(self, token_ids: Int[Tensor, " L"], *, fork: int = 0) -> Response:
+    def with_tokens(self, token_ids: Int[Tensor, " L"], *, fork: int = 0) -> Response:
         """Return the response followed by tokens, `[L]`, that the policy did not sample."""
         segment = Segment(token_ids=token_ids, fork=fork)
         return replace(self, segments=(*self.segments, segment))
@@ -197,12 +200,7 @@ def _row(context: Tensor, response: Response, device: torch.device) -> Iterator[
 
 
 def responses_of(rollout: Rollout, prompts: PromptBatch) -> list[Response]:
-    """Return the responses of a rollout: the inverse of `assemble_rollout`.
-
-    Args:
-        rollout: Without forks. Rows of one prompt are consecutive.
-        prompts: Its prompts.
-    """
+    """Return the responses of a rollout without forks: the inverse of `assemble_rollout`."""
     versions, masses, mixed = rollout.weight_version, rollout.kept_mass, rollout.token_versions
 
     def segment(row: int, run: Run) -> Segment:
@@ -263,13 +261,7 @@ def response_starts(rollout: Rollout, prompts: PromptBatch) -> list[int]:
 
 
 def response_ids(rollout: Rollout, prompts: PromptBatch, *, given: bool = False) -> list[list[int]]:
-    """Return the token ids of each response, as the engine returned them.
-
-    Args:
-        rollout: The responses, rows of one prompt consecutive.
-        prompts: The unique prompts.
-        given: Whether to include those that the policy did not sample.
-    """
+    """Return the token ids of each response; with ``given`` also those that were not sampled."""
     rows = zip(rollout.input_ids.tolist(), response_runs(rollout, prompts), strict=True)
     return [
         [token for run in runs if given or run.sampled for token in ids[run.start : run.end]]
@@ -278,15 +270,7 @@ def response_ids(rollout: Rollout, prompts: PromptBatch, *, given: bool = False)
 
 
 def continued_prompts(prompts: PromptBatch, responses: Sequence[Response]) -> PromptBatch:
-    """Return the prompts of a further turn: each response with its prompt before it.
-
-    Args:
-        prompts: The unique prompts.
-        responses: So far, those of one prompt consecutive.
-
-    Returns:
-        One prompt per response, left-padded, with the media of its prompt.
-    """
+    """Return the prompts of a further turn, left-padded: prompt and response, with the media."""
     copies = len(responses) // len(prompts)
     repeated = prompts.select(torch.arange(len(responses)) // copies)
     rows = zip(prompt_token_ids(repeated), responses, strict=True)
@@ -297,12 +281,7 @@ def continued_prompts(prompts: PromptBatch, responses: Sequence[Response]) -> Pr
 
 
 def in_contexts(prompts: PromptBatch, contexts: Sequence[Tensor]) -> PromptBatch:
-    """Return prompts with other tokens; those with media begin with the tokens of the prompt.
-
-    Args:
-        prompts: `[B, P]`.
-        contexts: `[L]` each.
-    """
+    """Return prompts with other tokens, `[L]` each, which begin with the prompt if it has media."""
     input_ids, mask = left_padded(contexts)
     media = None
     if prompts.media is not None:

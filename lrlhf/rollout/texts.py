@@ -1,4 +1,8 @@
-"""Decoding of responses to text, for rewards and logs."""
+"""Decoding of responses to text, for rewards and logs.
+
+``prompts`` are the unique prompts, ``rollout`` has their responses, rows of one prompt consecutive,
+and ``tokenizer`` is the policy's.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +44,7 @@ class ResponseView(NamedTuple):
 def response_views(
     prompts: PromptBatch, rollout: Rollout, texts: Sequence[CompletionText]
 ) -> list[ResponseView]:
-    """Return a view of each response.
-
-    Args:
-        prompts: The unique prompts.
-        rollout: Their responses, rows of one prompt consecutive.
-        texts: Texts of the responses, see `response_texts`.
-    """
+    """Return a view of each response, of which `response_texts` returned the texts."""
     num_generations = len(rollout) // len(prompts)
     views = []
     rows = zip(texts, _episodes(rollout), response_ids(rollout, prompts), strict=True)
@@ -77,12 +75,6 @@ def response_texts(
     Turns of episodes come from their messages. A chat is the contents of its messages, separated by
     newlines, without the template's markup. The stop string of a turn of a plain text belongs to
     the observation behind it.
-
-    Args:
-        prompts: The unique prompts.
-        rollout: Their responses, rows of one prompt consecutive.
-        tokenizer: The policy's.
-        sampling: Their sampling options.
     """
     stops = () if sampling.stop_in_text else sampling.stop
     texts = []
@@ -153,13 +145,8 @@ def text_ends(
 ) -> list[list[int]]:
     """Return the columns of the tokens that complete the first characters of the responses.
 
-    Args:
-        prompts: The unique prompts.
-        rollout: Their responses, rows of one prompt consecutive.
-        tokenizer: The policy's.
-        texts: Text of each response, as `response_texts` decodes it.
-        ends: Numbers of characters, above 0, of each response. The end of a sampled segment is its
-            last token, special ones included.
+    ``texts`` are those of `response_texts`, and ``ends`` the numbers of characters of each
+    response, above 0. The end of a sampled segment is its last token, special ones included.
 
     Raises:
         ValueError: A number is 0, or larger than the text.
@@ -226,14 +213,7 @@ def turn_text(
     ids: Sequence[int],
     stops: Sequence[str],
 ) -> TurnText:
-    """Decode a turn of the policy.
-
-    Args:
-        tokenizer: The policy's.
-        before: Tokens of the text that it continues; empty where it begins a text.
-        ids: Tokens of the turn.
-        stops: Stop strings, of which the one at the end is left out.
-    """
+    """Decode a turn that continues the tokens ``before``, without a stop string at its end."""
     decoder = _Decoder(tokenizer, list(before[-_CONTEXT:]))
     text = _before_stop(decoder, ids, stops) if stops else decoder.text(ids)
     return TurnText(text, decoder.text(ids, special=True))
@@ -308,12 +288,7 @@ def token_texts(
     """Decode tokens one by one, special ones included.
 
     Of a character with bytes in several tokens, the last has the text and the others are empty.
-    Joined, the texts are those of all tokens together.
-
-    Args:
-        tokenizer: The policy's.
-        before: Tokens of the text that they continue.
-        ids: The tokens.
+    Joined, the texts are those of all tokens together, which continue the tokens ``before``.
     """
     tokens = [*before, *ids]
     texts, begin = [], len(before)

@@ -19,13 +19,7 @@ _COMPLETE = 2**18
 
 
 class Fingerprinted(Iterator[tuple[str, Tensor]]):
-    """Iterator over named tensors that records their fingerprints in ``seen``.
-
-    Args:
-        tensors: The tensors.
-        turn: See `fingerprint`.
-        seen: Fingerprints by name; None: a new dict.
-    """
+    """Iterator over named tensors that records their fingerprints in ``seen``."""
 
     def __init__(
         self,

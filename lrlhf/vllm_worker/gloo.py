@@ -130,12 +130,7 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def unpack(data: Tensor, kinds: Sequence[tuple[torch.dtype, Sequence[int]]]) -> list[Tensor]:
-    """Return the tensors that `pack` concatenated, as views where possible.
-
-    Args:
-        data: Bytes.
-        kinds: Type and shape of each tensor.
-    """
+    """Return the tensors that `pack` concatenated, as views where possible."""
     parts: tuple[Tensor, ...] = torch.split(data, [size_of(*kind) for kind in kinds])
     return [
         # a view must be aligned to its type

@@ -83,10 +83,6 @@ class ReceivedAdapter:
         """Write the adapter into a folder in PEFT's format, and drop it.
 
         Workers of one machine may write the same one at the same time.
-
-        Args:
-            token: Name of the folder.
-            settings: Contents of ``adapter_config.json``.
         """
         folder = folder_of(token)
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -52,7 +52,9 @@ def conversation(
         )
         for turn in (1, 2):
             rows = [row for row in rows if not (turn == 2 and row in drop)]
-            given = [responses[row].given(torch.tensor([30 + row] * (1 + row % 3))) for row in rows]
+            given = [
+                responses[row].with_tokens(torch.tensor([30 + row] * (1 + row % 3))) for row in rows
+            ]
             every = prompts.select(torch.tensor([row // 3 for row in rows]))
             asked = continued_prompts(every, given)
             rollout = engine.generate(

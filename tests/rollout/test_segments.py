@@ -52,7 +52,7 @@ class AsksAgain(EngineWrapper):
             prompts, sampling, num_generations=num_generations, seeds=seeds
         )
         hint = torch.tensor(self.tokenizer(HINT, add_special_tokens=False).input_ids)
-        asked = [response.given(hint) for response in responses_of(first, prompts)]
+        asked = [response.with_tokens(hint) for response in responses_of(first, prompts)]
         turn = continued_prompts(prompts, asked)
         second = self.engine.generate(
             turn, sampling, num_generations=1, seeds=[seed + 1 for seed in seeds]
@@ -75,7 +75,7 @@ def sampled(*ids: int, logprob: float = -1.0, **options: Any) -> Response:
 
 PROMPTS = token_prompts([[10, 11], [12]])
 TURNS = [
-    sampled(1, 2).given(torch.tensor([7, 8, 9])).followed_by(sampled(3, truncated=True)),
+    sampled(1, 2).with_tokens(torch.tensor([7, 8, 9])).followed_by(sampled(3, truncated=True)),
     replace(sampled(4), segments=(Segment(token_ids=torch.tensor([6])), *sampled(4).segments)),
 ]
 
@@ -130,7 +130,7 @@ def test_each_turn_keeps_the_versions_that_sampled_it() -> None:
     (segment,) = sampled(4, 5, 6).segments
     mixed = replace(segment, versions=torch.tensor([3, 4, 4]))
     third = Response(segments=(mixed,), truncated=False, weight_version=3)
-    whole = first.given(torch.tensor([7])).followed_by(second).followed_by(third)
+    whole = first.with_tokens(torch.tensor([7])).followed_by(second).followed_by(third)
     prompts = token_prompts([[8, 9]])
     rollout = assemble_rollout(prompts, [whole], num_generations=1, pad_id=0)
     assert rollout.weight_version is not None
@@ -157,7 +157,7 @@ def test_logprobs_behind_given_tokens_are_those_of_the_whole_sequence(
     prompts = token_prompts([[10, 11, 12, 13], [12, 14]])
     responses = [
         *TURNS,
-        sampled(1, 2, 5).given(torch.tensor([7])).followed_by(sampled(3, 3)),
+        sampled(1, 2, 5).with_tokens(torch.tensor([7])).followed_by(sampled(3, 3)),
         sampled(8),
     ]
     rollout = assemble_rollout(prompts, responses, num_generations=2, pad_id=0)
@@ -189,7 +189,7 @@ def collected(
 
     parts = [ids("yes#"), ids(" no# "), ids("so#")]
     response = Response.sampled(parts[0], torch.zeros(len(parts[0])), truncated=False)
-    response = response.given(parts[1]).followed_by(
+    response = response.with_tokens(parts[1]).followed_by(
         Response.sampled(parts[2], torch.zeros(len(parts[2])), truncated=False)
     )
     one_turn = Response.sampled(parts[2], torch.zeros(len(parts[2])), truncated=False)
@@ -203,7 +203,7 @@ def collected(
         return [0.0] * len(completions)
 
     rollout = assemble_rollout(
-        prompts, [response, one_turn, response.given(parts[1])], num_generations=3, pad_id=0
+        prompts, [response, one_turn, response.with_tokens(parts[1])], num_generations=3, pad_id=0
     )
     collector = Collector(TransformersEngine(), Rewards([reads]), tokenizer)
     result = collector.score(prompts, rollout, Sampling(stop=stop), step=0, phase=nullcontext)

@@ -445,6 +445,7 @@ def test_what_is_asked_for(language_model, tokenizer) -> None:
         "stop_token_ids": [1, 7],  # <|endoftext|> of the tokenizer, and the model's own
         "ignore_eos": True,
         "logprobs": 0,
+        "detokenize": False,
     }
     assert arguments(Sampling(max_new_tokens=9, temperature=0.5)) == expected
     cut = Sampling(
@@ -454,7 +455,7 @@ def test_what_is_asked_for(language_model, tokenizer) -> None:
     assert arguments(cut) == expected | more
     penalties = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": -0.5}
     assert arguments(replace(cut, **penalties)) == expected | more | penalties
-    stop = {"stop": ["end"], "skip_special_tokens": False}
+    stop = {"stop": ["end"], "skip_special_tokens": False, "detokenize": True}
     assert arguments(replace(cut, stop=("end",))) == expected | more | stop
 
 

@@ -164,10 +164,10 @@ def ids(responses: list[Response]) -> list[list[int]]:
         ({"logprobs": {"content": []}}, "broke a response off"),
         ({"logprobs": None}, "answer cannot be read"),
         ({"token_ids": [], "logprobs": {"content": []}, "weight_versions": []}, "without a token"),
-        ({"weight_versions": None}, "weight version of every token"),
+        ({"weight_versions": None}, "version of every token"),
         (
             {"weight_versions": [{"version": "new", "start": 0, "end": 1}]},
-            "weight version of every token",
+            "version of every token",
         ),
         ({"weight_versions": [{"version": "x", "start": 0, "end": 2}]}, "other weights than it wa"),
     ],

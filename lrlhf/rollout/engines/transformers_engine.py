@@ -288,7 +288,7 @@ class TransformersEngine(RolloutEngine):
             first = self._generate(self._mode, prompts, sampling, seeds)
             observation = prompts.input_ids[0, -2:]
             # of unequal lengths, as responses are
-            turns = [each.cut(4 - row).given(observation) for row, each in enumerate(first)]
+            turns = [each.cut(4 - row).with_tokens(observation) for row, each in enumerate(first)]
             prompts = continued_prompts(prompts, turns)
             second = self._generate(self._mode, prompts, sampling, seeds)
             return self._error(prompts, second)
@@ -406,13 +406,7 @@ def _batches(
     prompts_at_once: Callable[[], int],
     batching: Batching,
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Divide the responses to prompts into batches.
-
-    Args:
-        lengths: Tokens of each prompt.
-        num_generations: Responses to each.
-        prompts_at_once: Returns the most prompts of the next batch; not for single responses.
-        batching: Responses that may be in one batch.
+    """Divide the responses to prompts of some lengths into batches.
 
     Yields:
         Indices of prompts and responses of a batch, equally many responses of each prompt.
@@ -511,14 +505,7 @@ class PrefixCache:
         prompt_mask: Int[Tensor, "B P"],
         responses: Sequence[Response],
     ) -> None:
-        """Replace the contents by the cache of a call.
-
-        Args:
-            cache: Keys and values of all columns but the last ones.
-            sequences: Generated rows, prompts and responses.
-            prompt_mask: 1 on the tokens of the prompts.
-            responses: The responses of the rows.
-        """
+        """Replace the contents by the cache of generated ``sequences``, prompts and responses."""
         self._cache = None
         if not all(type(layer) is DynamicLayer for layer in cache.layers):
             return
@@ -593,13 +580,7 @@ def _prefill(
 
     Media are encoded here, so that the steps that follow are about text alone.
 
-    Args:
-        model: The generating model.
-        input_ids: One row per prompt, left-padded.
-        mask: 1 where there is no padding.
-        media: Images and videos of each prompt.
-        num_generations: Responses per prompt.
-        share: Whether each prompt is computed once and copied, or once per response.
+    With ``share`` each prompt is computed once and copied, else once per response.
 
     Returns:
         The cache, a row per response; None where a cache would gain nothing.

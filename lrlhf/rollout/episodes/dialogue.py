@@ -32,11 +32,7 @@ class DialogueTokenizer:
     """Tokenises the observations of environments.
 
     In chats special tokens in observations are read as text; in plain text, where the environment
-    writes the markup, they are special.
-
-    Args:
-        tokenizer: The policy's.
-        chat: Renders chats; None: all prompts are plain text.
+    writes the markup, they are special. Without ``chat`` all prompts are plain text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: RendersChat | None) -> None:
@@ -239,13 +235,7 @@ def _with_observation(prompt: Sequence[Message], observation: str) -> tuple[Mess
 
 
 class ContextUpdater:
-    """Adds observations of environments, and prompts of agents, to the contexts of episodes.
-
-    Args:
-        episodes: Options, such as the rendering of earlier turns.
-        tokenizer: The policy's.
-        chat: Renders chats; None: all prompts are plain text.
-    """
+    """Adds observations of environments, and prompts of agents, to the contexts of episodes."""
 
     def __init__(
         self, episodes: Episodes, tokenizer: PreTrainedTokenizerBase, chat: RendersChat | None
@@ -271,13 +261,10 @@ class ContextUpdater:
             )
 
     def begin(self, state: EpisodeState, first: Shown, longest: int | None) -> None:
-        """Set the prompt of an episode, before the first turn.
+        """Set the prompt of an episode with the first observation of its environment.
 
-        Args:
-            state: The episode; it fails where the template refuses the prompt or the model cannot
-                read all of it.
-            first: First observation of the environment.
-            longest: Most tokens of the model; None: not known.
+        The episode fails where the template refuses the prompt, or it has at least ``longest``
+        tokens.
         """
         try:
             if isinstance(first, Asked):
@@ -295,16 +282,9 @@ class ContextUpdater:
             state.set_prompt(state.prompt, state.prompt_ids[:1])
 
     def extend(self, state: EpisodeState, reaction: Reaction, longest: int | None) -> bool:
-        """Append the reaction to the policy's last turn.
+        """Append the reaction to the policy's last turn, and return whether a further turn follows.
 
-        Args:
-            state: The episode; it fails where the template refuses the turns, and is truncated at
-                its length limit.
-            reaction: Reaction of the environment or agent.
-            longest: See `begin`.
-
-        Returns:
-            Whether the policy generates a further turn.
+        The episode fails where the template refuses the turns, and is truncated at its limit.
         """
         messages = reaction.messages
         try:

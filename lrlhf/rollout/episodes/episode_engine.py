@@ -319,15 +319,7 @@ class EpisodeEngine(EngineWrapper):
 
 
 class TurnGenerator:
-    """Generates turns with an engine.
-
-    Args:
-        engine: The policy's engine.
-        tokenizer: The policy's.
-        prompts: The prompt of each episode.
-        sampling: Sampling options; ``max_new_tokens`` is the length limit of an episode.
-        episodes: Options, such as the limits of turns.
-    """
+    """Generates turns with an engine; ``max_new_tokens`` of the sampling limits an episode."""
 
     def __init__(
         self,
@@ -344,12 +336,7 @@ class TurnGenerator:
         self._turn_limit = episodes.max_turn_tokens or sampling.max_new_tokens
 
     def first_turns(self, states: Sequence[EpisodeState], num_generations: int) -> None:
-        """Generate the first turn of all episodes; equal prompts of a group are computed once.
-
-        Args:
-            states: Episodes, those of one prompt consecutive.
-            num_generations: Episodes per prompt.
-        """
+        """Generate the first turn of all episodes; equal prompts of a group are computed once."""
         prompts, copies = self._prompts, 1
         firsts = states[::num_generations]
         if all(

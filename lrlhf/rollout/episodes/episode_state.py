@@ -127,7 +127,7 @@ class EpisodeState:
         self.history.extend(messages)
         ids = torch.tensor(tokens, dtype=torch.long, device=self.response.token_ids.device)
         self._extend(len(self.prompt_ids) + self.used, tokens)
-        self.response, self._fork = self.response.given(ids, fork=self._fork), 0
+        self.response, self._fork = self.response.with_tokens(ids, fork=self._fork), 0
 
     def new_messages(self, conversation: Sequence[Message]) -> tuple[Message, ...]:
         """Return the messages of a conversation from where it differs from this one.

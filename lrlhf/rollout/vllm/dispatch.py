@@ -59,16 +59,11 @@ _DECODER = msgspec.json.Decoder(_GenerateResponse)
 
 
 def decode_response(content: bytes, prompt: Sequence[int], versions: Mapping[str, int]) -> Response:
-    """Decode a response of one turn.
-
-    Args:
-        content: JSON.
-        prompt: The token ids of the request.
-        versions: Training iterations behind the trainer's weights, by the server's names.
+    """Decode the JSON of a response.
 
     Raises:
-        EngineFailure: The JSON is invalid, answers another prompt, or has a token of weights that
-            are not this trainer's.
+        EngineFailure: It is invalid, answers another prompt, or has a token of other weights than
+            those of ``versions``.
     """
     try:
         answer = _DECODER.decode(content)

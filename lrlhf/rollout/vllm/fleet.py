@@ -100,12 +100,7 @@ class Fleet:
             self._join()
 
     def fail(self, address: Address, reason: str) -> None:
-        """Remove and restart a server, unless it is the last.
-
-        Args:
-            address: Its address, which changes with a restart.
-            reason: Its failure.
-        """
+        """Remove and restart a server, unless it is the last; its address changes by a restart."""
         with self._lock:
             for number, client in self._current().items():
                 if client.address == address and len(self._clients) > 1:
@@ -230,12 +225,7 @@ class Router:
     def place(
         self, prompt: Sequence[int], most: Sequence[int], *, among: Collection[int]
     ) -> list[Placement]:
-        """Choose a replica for requests with one prompt.
-
-        Args:
-            prompt: Token ids.
-            most: Most new tokens of each request.
-            among: Candidates.
+        """Choose a replica for requests with one prompt, of at most ``most`` new tokens each.
 
         Returns:
             One placement per request, for `finished`.
@@ -301,13 +291,7 @@ class SyncedServer:
     _adapter: str = ""
 
     def load_adapter(self, version: str, settings: str, seconds: float) -> None:
-        """Load the adapter that was sent, for requests with ``version`` as model.
-
-        Args:
-            version: Name of the adapter.
-            settings: Contents of ``adapter_config.json``.
-            seconds: Time limit of each step.
-        """
+        """Load the adapter that was sent, for requests with ``version`` as model."""
         call = partial(self.client.call_workers, timeout=seconds)
         folder, *_ = call("lrlhf_write_adapter", version, settings)
         # under a new name, as one with the old name would be loaded at every step

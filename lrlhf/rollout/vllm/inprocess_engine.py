@@ -23,6 +23,7 @@ from lrlhf.rollout.vllm.rank_group import RankGroup, check_group_size
 from lrlhf.rollout.vllm.vllm_base import (
     RANK_WORKER,
     VLLMBase,
+    check_positive,
     check_transport,
     import_vllm,
     is_cpu,
@@ -63,10 +64,7 @@ class VLLMEngine(VLLMBase):
     ) -> None:
         super().__init__(**engine)
         check_transport(type(self).__name__, transport, ("auto", "inproc"))
-        if not tensor_parallel_size > 0:
-            raise ValueError(
-                f"engine.tensor_parallel_size is {tensor_parallel_size}; it must be above 0"
-            )
+        check_positive(tensor_parallel_size=tensor_parallel_size)
         for option, instead in (
             ("tensor_parallel_size", "set engine.tensor_parallel_size instead"),
             ("data_parallel_size", "drop it, as further ranks have further engines anyway"),
@@ -278,7 +276,6 @@ class VLLMEngine(VLLMBase):
         """Return vLLM's parameters of each response."""
         vllm = import_vllm()
         shared = sampling_arguments(sampling, self._weights.model, self._tokenizer)
-        shared["detokenize"] = bool(sampling.stop)
         if sampling.structured is not None:
             structured = vllm.sampling_params.StructuredOutputsParams(**sampling.structured)
             shared["structured_outputs"] = structured

@@ -72,12 +72,7 @@ class ServerProcess:
         return self._guard is not None and self._guard.poll() is None
 
     def wait_until(self, ready: Callable[[], bool], *, timeout: float, poll: float = 0.2) -> None:
-        """Poll until the server is ready; stop it if it is not in time.
-
-        Args:
-            ready: Whether the server is ready; errors pass through.
-            timeout: Seconds from now.
-            poll: Seconds between two calls.
+        """Poll until the server is ready; stop it if it is not in time. Times are in seconds.
 
         Raises:
             ServerStartError: The server exited or timed out; with the end of the log.

@@ -76,7 +76,6 @@ class StartedServer(Server):
         self.process: ServerProcess | None = None
 
     def start(self) -> ServerClient:
-        """Start it on a free port, with a random token."""
         self.stop()
         check_installed()
         token, port = secrets.token_hex(32), free_port("127.0.0.1")
@@ -98,16 +97,15 @@ class StartedServer(Server):
         return client
 
     def stop(self) -> None:
-        """End its processes; the log of a server that failed stays."""
         if self.process is None:
             return
         if self.process.stop() and self._log_folder is not None:
+            # the log of a server that failed stays
             shutil.rmtree(self._log_folder, ignore_errors=True)
             self._log_folder = None
         self.process = None
 
     def alive(self) -> bool:
-        """Whether its process runs."""
         return self.process is not None and self.process.is_running
 
 
@@ -127,7 +125,6 @@ class ExternalServer(Server):
         self._stopped = threading.Event()
 
     def start(self) -> ServerClient:
-        """Wait until it is ready, or until `stop`."""
         self._stopped.clear()
         token = os.environ.get(TOKEN_VARIABLE, "")
         if not token:
@@ -150,7 +147,6 @@ class ExternalServer(Server):
         return client
 
     def stop(self) -> None:
-        """Stop waiting for it; the server goes on."""
         self._stopped.set()
 
     def alive(self) -> bool:

@@ -30,6 +30,7 @@ from lrlhf.rollout.vllm.vllm_base import (
     QUIET_ENVIRONMENT,
     EngineStartError,
     VLLMBase,
+    check_positive,
     check_transport,
     command_line,
     import_transfer,
@@ -169,15 +170,13 @@ class VLLMServerEngine(VLLMBase):
                 f"engine.replicas is {replicas}, and engine.url names {len(self.urls)} servers: "
                 "drop engine.replicas, or name as many"
             )
-        for name, value in (
-            ("replicas", replicas),
-            ("tensor_parallel_size", tensor_parallel_size),
-            ("start_timeout", start_timeout),
-            ("stall_timeout", stall_timeout),
-            ("sync_timeout", sync_timeout),
-        ):
-            if not value > 0:
-                raise ValueError(f"engine.{name} is {value}; it must be above 0")
+        check_positive(
+            replicas=replicas,
+            tensor_parallel_size=tensor_parallel_size,
+            start_timeout=start_timeout,
+            stall_timeout=stall_timeout,
+            sync_timeout=sync_timeout,
+        )
         if int(self.options.get("data_parallel_size") or 1) > 1:
             raise ValueError(
                 "engine.options.data_parallel_size is above 1: a call to a server reaches all its "
@@ -563,8 +562,6 @@ class VLLMServerEngine(VLLMBase):
 
     def _respond(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
         shared = sampling_arguments(sampling, self._weights.model, self._tokenizer)
-        # text is only needed for stop strings
-        shared["detokenize"] = bool(sampling.stop)
         if (targets := self._targets) is None:
             raise EngineFailure("no vLLM server has the policy's weights")
         if self._in_flight:

@@ -40,11 +40,7 @@ _LOCK_SECONDS = 5.0
 
 
 class BreakableGroup:
-    """A group whose operations do nothing after a failure, so that ranks stay in step.
-
-    Args:
-        group: `GlooGroup`, or vLLM's communicator for NCCL.
-    """
+    """A `GlooGroup` or NCCL communicator that does nothing after a failure; ranks stay in step."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -84,14 +80,7 @@ _COMMON_STEPS = ("init_weight_transfer_engine", "update_weights")
 
 
 class PolicySource(WeightSource):  # type: ignore[misc]
-    """The policy's weights for vLLM's transfer engines.
-
-    Args:
-        weights: The policy's weights.
-        dtype: Type of floating-point weights.
-        device: Device of the sender.
-        adapter: Adapter that is sent before them, or alone; None: none.
-    """
+    """The policy's weights for vLLM's transfer engines, after those of an adapter, if any."""
 
     def __init__(
         self,
@@ -137,10 +126,6 @@ class SyncClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
 
     The error is stored instead of raised: ranks that gather weights iterate over all of them,
     whatever happens to the engine.
-
-    Args:
-        members: Servers of the update.
-        timeout: Seconds for each step.
     """
 
     def __init__(self, members: Sequence[Member], timeout: float) -> None:

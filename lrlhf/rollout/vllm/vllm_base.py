@@ -108,13 +108,9 @@ class VLLMBase(SyncedEngine):
         super().__init__(max_restarts=max_restarts)
         if lora not in ("auto", "adapter", "merged"):
             raise ValueError(f"engine.lora is {lora!r}; take auto, adapter or merged")
-        for name, value in (
-            ("max_model_len", max_model_len),
-            ("kv_cache_gib", kv_cache_gib),
-            ("max_num_seqs", max_num_seqs),
-        ):
-            if value is not None and not value > 0:
-                raise ValueError(f"engine.{name} is {value}; it must be above 0")
+        check_positive(
+            max_model_len=max_model_len, kv_cache_gib=kv_cache_gib, max_num_seqs=max_num_seqs
+        )
         if max_model_len is not None and max_model_len <= PROBE_RESPONSE:
             raise ValueError(
                 f"engine.max_model_len is {max_model_len}; the probe of the weights alone needs "
@@ -144,7 +140,6 @@ class VLLMBase(SyncedEngine):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the running engine's weights."""
         dtype: torch.dtype = getattr(torch, self._described["dtype"])
         return dtype
 
@@ -154,7 +149,6 @@ class VLLMBase(SyncedEngine):
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of prompt and response together."""
         return int(self._described["max_model_len"])
 
     # ------------------------------------------------------------------ adapters
@@ -306,6 +300,13 @@ def vllm_rank(rank: int) -> int:
     return min(each for each in (8, 16, 32, 64, 128, 256, 320, LARGEST_RANK) if each >= rank)
 
 
+def check_positive(**options: float | None) -> None:
+    """Raise ``ValueError`` for options of an engine that are not above 0; None is valid."""
+    for name, value in options.items():
+        if value is not None and not value > 0:
+            raise ValueError(f"engine.{name} is {value}; it must be above 0")
+
+
 def check_transport(engine: str, transport: str, possible: Sequence[str]) -> None:
     """Raise ``ValueError`` for a transport that is not ``possible``, or lacks a GPU."""
     if transport not in possible:
@@ -323,16 +324,7 @@ def check_transport(engine: str, transport: str, possible: Sequence[str]) -> Non
 def read_response(
     token_ids: Sequence[int], logprobs: Sequence[float], finish_reason: str | None
 ) -> Response:
-    """Convert a response of vLLM.
-
-    Args:
-        token_ids: Sampled tokens, the end-of-sequence token included.
-        logprobs: One per token.
-        finish_reason: ``stop`` or ``length``.
-
-    Raises:
-        EngineFailure: The response was aborted, or is not complete.
-    """
+    """Convert a response of vLLM; raises `EngineFailure` if it was aborted or is not complete."""
     if finish_reason not in ("stop", "length") or len(token_ids) != len(logprobs):
         raise EngineFailure(
             f"vLLM broke a response off: {len(token_ids)} tokens, {len(logprobs)} "
@@ -410,6 +402,8 @@ def sampling_arguments(
         "stop_token_ids": sorted(eos_token_ids(policy, tokenizer)),
         "ignore_eos": True,
         "logprobs": 0,
+        # text is only needed for stop strings
+        "detokenize": bool(sampling.stop),
     }
     ruled_out = ruled_out_ids(policy.config)
     if ruled_out:
@@ -429,12 +423,7 @@ def sampling_arguments(
 
 
 def token_requests(requests: Sequence[Request], shared: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the bodies of requests to a server, without the model's name.
-
-    Args:
-        requests: One response each.
-        shared: Arguments of the sampling; ``min_tokens`` is lowered to a request's limit.
-    """
+    """Return the bodies of requests to a server, without the model's name."""
     return [
         {
             "token_ids": request.prompt_ids,
