@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lrlhf.rollout import EngineFailure, Sampling, VLLMServerEngine
 from lrlhf.rollout.responses import token_prompts
-from lrlhf.rollout.vllm.fleet import Traffic
+from lrlhf.rollout.vllm.dispatch import Traffic
 from tests.conftest import build_language_model, build_tokenizer
 from tests.rollout.copy_engine import CopyEngine
 

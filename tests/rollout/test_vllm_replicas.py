@@ -17,8 +17,7 @@ from lrlhf.background import in_background
 from lrlhf.rollout import EngineFailure
 from lrlhf.rollout.responses import Response
 from lrlhf.rollout.vllm.client import ServerClient
-from lrlhf.rollout.vllm.dispatch import Targets, respond
-from lrlhf.rollout.vllm.fleet import BLOCK, Router, Traffic
+from lrlhf.rollout.vllm.dispatch import BLOCK, Router, Targets, Traffic, respond
 
 # ---------------------------------------------------------------------- routing
 

@@ -252,7 +252,7 @@ class TransformersEngine(RolloutEngine):
 
     def _try_modes(self) -> GenerationMode:
         """Return the fastest exact mode by a trial, with a warning if it is not the fastest."""
-        mode = _fastest_exact_mode(self._gap, limit=self._allowed_gap())
+        mode = self._fastest_mode()
         if mode.reason is not None:
             remedy = "Its responses are weighed, see model.importance_sampling"
             if mode.exact:
@@ -266,6 +266,33 @@ class TransformersEngine(RolloutEngine):
                 remedy,
             )
         return mode
+
+    def _fastest_mode(self) -> GenerationMode:
+        """Return the fastest exact mode, or, without one, the fastest near the smallest error."""
+        limit = self._allowed_gap()
+        gaps: dict[GenerationMode, float] = {}
+        reasons: list[str] = []
+        for mode in (
+            GenerationMode(shares_prompts=True),
+            *(GenerationMode(batching=each) for each in Batching),
+        ):
+            try:
+                with refusals():
+                    gap = self._gap(mode)
+            except ModelRefusalError as error:
+                if not mode.shares_prompts:
+                    raise
+                reasons.append(f"it refuses a copied cache ({error})")
+                continue
+            # values that are not finite are reported by the guard
+            gaps[mode] = gap if math.isfinite(gap) else math.inf
+            if gap <= limit:
+                break
+            reasons.append(f"log-probabilities were {gap:.2g} nats off on average")
+        best = min(gaps.values())
+        # a slower mode must halve the error
+        mode, gap = next((mode, gap) for mode, gap in gaps.items() if gap <= 2 * best)
+        return mode._replace(exact=gap <= limit, reason=reasons[0] if reasons else None)
 
     def _try_continuation(self) -> None:
         """Drop the cache of the conversation for a model that does not continue it exactly."""
@@ -427,43 +454,6 @@ def _batches(
             yield chosen, [prompt * num_generations + copy for prompt in chosen for copy in copies]
 
 
-def _fastest_exact_mode(
-    gap_of: Callable[[GenerationMode], float], *, limit: float
-) -> GenerationMode:
-    """Return the fastest exact mode, or, without one, the fastest near the smallest error.
-
-    Args:
-        gap_of: Mean distance in nats between a mode's log-probabilities and a forward pass's.
-        limit: Largest distance of an exact mode.
-
-    Raises:
-        ModelRefusalError: The model cannot generate at all.
-    """
-    gaps: dict[GenerationMode, float] = {}
-    reasons: list[str] = []
-    for mode in (
-        GenerationMode(shares_prompts=True),
-        *(GenerationMode(batching=one) for one in Batching),
-    ):
-        try:
-            with refusals():
-                gap = gap_of(mode)
-        except ModelRefusalError as error:
-            if not mode.shares_prompts:
-                raise
-            reasons.append(f"it refuses a copied cache ({error})")
-            continue
-        # values that are not finite are reported by the guard
-        gaps[mode] = gap if math.isfinite(gap) else math.inf
-        if gap <= limit:
-            break
-        reasons.append(f"log-probabilities were {gap:.2g} nats off on average")
-    best = min(gaps.values())
-    # a slower mode must halve the error
-    mode, gap = next((mode, gap) for mode, gap in gaps.items() if gap <= 2 * best)
-    return mode._replace(exact=gap <= limit, reason=reasons[0] if reasons else None)
-
-
 def trial_prompts(model: PreTrainedModel) -> PromptBatch:
     """Return a few prompts of unequal lengths, padded on the left."""
     known = len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
@@ -471,17 +461,6 @@ def trial_prompts(model: PreTrainedModel) -> PromptBatch:
     ids = [token for token in range(min(known, 64)) if token not in marks]
     ids *= math.ceil(9 / len(ids))  # for toy vocabularies
     return token_prompts([ids[-6:], ids[-9:-6], ids[-1:]]).to(device_of(model))
-
-
-class Continued(NamedTuple):
-    """Prompts with cached prefixes."""
-
-    input_ids: Int[Tensor, "B W"]
-    """Cached tokens, with gaps where shorter responses ended, then new ones."""
-    mask: Int[Tensor, "B W"]
-    """1 on the tokens of the prompts."""
-    cache: DynamicCache
-    """Keys and values of the first columns."""
 
 
 class PrefixCache:
@@ -517,10 +496,11 @@ class PrefixCache:
         self._ids, self._mask = sequences[:, :columns], mask[:, :columns]
         self._prompts = prompt_mask.sum(dim=1).tolist()
 
-    def continued(self, prompts: PromptBatch) -> Continued | None:
-        """Return prompts that continue cached rows; None: some of them do not.
+    def continued(self, prompts: PromptBatch) -> tuple[Tensor, Tensor, DynamicCache] | None:
+        """Return ids and mask of prompts, and the cache of their prefixes; None: some have none.
 
-        Rows that are not continued are dropped.
+        Ids and mask have gaps where shorter responses ended. Rows that are not continued are
+        dropped.
         """
         cache, self._cache = self._cache, None
         if cache is None:
@@ -542,7 +522,7 @@ class PrefixCache:
         # not the end of a truncated response
         before &= before.cumsum(dim=1) <= torch.tensor(lengths, device=before.device)[:, None]
         ids, mask = left_padded(new)
-        return Continued(
+        return (
             torch.cat([self._ids[chosen], ids], dim=1),
             torch.cat([before, mask], dim=1).long(),
             cache,

@@ -1,16 +1,15 @@
-"""The servers of an engine: restarts in the background, routing of requests, open requests."""
+"""The servers of an engine: restarts in the background, and common steps of a push."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 from lrlhf.background import in_background
 from lrlhf.rollout.engines.synced_engine import EngineFailure
@@ -182,97 +181,6 @@ class Fleet:
                     self._restart(number, f"did not start ({error})")
 
 
-BLOCK = 64
-"""Tokens of a block; prefixes count as cached in complete blocks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """The replica of a request, and the expected tokens to compute there."""
-
-    replica: int
-    tokens: int
-
-
-class Router:
-    """Prefix-aware routing: chooses the replica with the fewest tokens to compute.
-
-    Requests with one prompt go together. Their cost at a replica is the tokens of the prompt that
-    are not in its prefix cache, and they go where the sum of this cost and its load is the
-    smallest. So the next turn of an episode goes where its history is cached, until the load there
-    outweighs the cache. NVIDIA Dynamo's router adds the same two, blocks to prefill and blocks in
-    use; those of SGLang and Ray Serve follow the prefix until the loads are too different.
-
-    The contents of a cache are estimated: all prompts and responses since it was last cleared.
-    Evicted blocks count as cached.
-
-    Every rank has a router of its own, without other ranks' requests. Ties are broken in another
-    order on each, so that ranks that start together choose different replicas.
-
-    Args:
-        replicas: Numbers of the replicas.
-        first: Index of the replica that wins ties.
-    """
-
-    def __init__(self, replicas: Collection[int], *, first: int = 0) -> None:
-        order = sorted(replicas)
-        turn = first % len(order)
-        self._order = order[turn:] + order[:turn]
-        self._load = dict.fromkeys(order, 0)
-        self._cached: dict[int, set[int]] = {number: set() for number in order}
-        self._lock = threading.Lock()
-
-    def place(
-        self, prompt: Sequence[int], most: Sequence[int], *, among: Collection[int]
-    ) -> list[Placement]:
-        """Choose a replica for requests with one prompt, of at most ``most`` new tokens each.
-
-        Returns:
-            One placement per request, for `finished`.
-        """
-        blocks = list(_blocks(prompt))
-        with self._lock:
-            missing = {each: len(prompt) - self._length(each, blocks) for each in among}
-            chosen = min(
-                (each for each in self._order if each in among),
-                key=lambda each: self._load[each] + missing[each],
-            )
-            # the first computes the prompt for all
-            tokens = [most[0] + missing[chosen], *most[1:]]
-            self._load[chosen] += sum(tokens)
-            self._cached[chosen].update(blocks)
-        return [Placement(chosen, each) for each in tokens]
-
-    def finished(self, placement: Placement, sequence: Sequence[int] = ()) -> None:
-        """Remove a request from the load; ``sequence``, prompt and response, is cached now."""
-        blocks = list(_blocks(sequence))
-        with self._lock:
-            self._load[placement.replica] -= placement.tokens
-            self._cached[placement.replica].update(blocks)
-
-    def forget(self) -> None:
-        """Record that all caches were cleared."""
-        with self._lock:
-            for cached in self._cached.values():
-                cached.clear()
-
-    def _length(self, replica: int, blocks: Sequence[int]) -> int:
-        """Return the number of cached tokens of a prompt."""
-        cached = self._cached[replica]
-        for count, block in enumerate(blocks):
-            if block not in cached:
-                return count * BLOCK
-        return len(blocks) * BLOCK
-
-
-def _blocks(tokens: Sequence[int]) -> Iterator[int]:
-    """Yield the hash of every complete block with all blocks before it."""
-    chain = 0
-    for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
-        chain = hash((chain, *tokens[start : start + BLOCK]))
-        yield chain
-
-
 ResultT = TypeVar("ResultT")
 
 _RESET_SECONDS = 10.0
@@ -330,80 +238,3 @@ def on_all(
     futures = [in_background(partial(run, server), name="vllm-replica") for server in servers]
     wait(futures)
     return [future.result() for future in futures]
-
-
-@dataclass
-class _OpenRequests:
-    count: int = 0
-    last_response: float = 0.0
-
-
-class Traffic:
-    """Shares the slots of servers between calls, first come, first served.
-
-    It has one clock per server for all calls: a request may wait for those of another call, whose
-    responses show that the server works.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open: WeakKeyDictionary[ServerClient, _OpenRequests] = WeakKeyDictionary()
-        self._waiting: dict[int, Callable[[], object]] = {}
-        self._calls = 0
-
-    def enter(self) -> int:
-        """Return the number of a new call."""
-        with self._lock:
-            self._calls += 1
-            return self._calls
-
-    def may_place(self, call: int, wake: Callable[[], object]) -> bool:
-        """Whether a call may take slots now.
-
-        Args:
-            call: Its number.
-            wake: Called from any thread when slots may be free, until `placed`.
-        """
-        with self._lock:
-            self._waiting[call] = wake
-            return call == min(self._waiting)
-
-    def placed(self, call: int) -> None:
-        """Record that a call needs no slot at present."""
-        with self._lock:
-            if self._waiting.pop(call, None) is not None:
-                self._wake_first()
-
-    def has_slot(self, server: ServerClient, most: int) -> bool:
-        """Whether a server with ``most`` slots has a free one."""
-        with self._lock:
-            return self._of(server).count < most
-
-    def opened(self, server: ServerClient, count: int) -> None:
-        """Record requests to a server."""
-        with self._lock:
-            requests = self._of(server)
-            if not requests.count:
-                requests.last_response = time.monotonic()
-            requests.count += count
-
-    def closed(self, server: ServerClient, *, answered: bool) -> None:
-        """Record the end of a request, and whether there was a response."""
-        with self._lock:
-            requests = self._of(server)
-            requests.count -= 1
-            if answered:
-                requests.last_response = time.monotonic()
-            self._wake_first()
-
-    def silence(self, server: ServerClient) -> float:
-        """Return the seconds without a response of a server with open requests."""
-        with self._lock:
-            return time.monotonic() - self._of(server).last_response
-
-    def _of(self, server: ServerClient) -> _OpenRequests:
-        return self._open.setdefault(server, _OpenRequests())
-
-    def _wake_first(self) -> None:
-        if self._waiting:
-            self._waiting[min(self._waiting)]()

@@ -23,8 +23,8 @@ from lrlhf.rollout.engines.synced_engine import EngineFailure, Request
 from lrlhf.rollout.responses import Response
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.rollout.vllm.client import Address, ServerClient, ServerResponseError
-from lrlhf.rollout.vllm.dispatch import Targets, respond
-from lrlhf.rollout.vllm.fleet import Fleet, Router, SyncedServer, Traffic, on_all
+from lrlhf.rollout.vllm.dispatch import Router, Targets, Traffic, respond
+from lrlhf.rollout.vllm.fleet import Fleet, SyncedServer, on_all
 from lrlhf.rollout.vllm.server import ExternalServer, Server, StartedServer
 from lrlhf.rollout.vllm.vllm_base import (
     QUIET_ENVIRONMENT,

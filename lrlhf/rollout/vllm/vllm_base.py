@@ -228,7 +228,9 @@ class VLLMBase(SyncedEngine):
             "enable_prefix_caching": True,
         }
         if self._adapter is not None:
-            arguments |= {"enable_lora": True, "max_lora_rank": vllm_rank(self._adapter.rank)}
+            ranks = (8, 16, 32, 64, 128, 256, 320, LARGEST_RANK)  # of vLLM
+            rank = min(each for each in ranks if each >= self._adapter.rank)
+            arguments |= {"enable_lora": True, "max_lora_rank": rank}
         if is_cpu():
             arguments["block_size"] = _CPU_BLOCK
             # vLLM rewinds the random numbers of a response with a chunked prompt, which fails on a
@@ -293,11 +295,6 @@ class VLLMBase(SyncedEngine):
         elif "memory" in reason.lower():
             advice = f" ({share}: lower it, or free memory of the GPU)"
         return EngineStartError(f"vLLM did not start: {reason}{advice}")
-
-
-def vllm_rank(rank: int) -> int:
-    """Return the smallest ``max_lora_rank`` of vLLM for an adapter."""
-    return min(each for each in (8, 16, 32, 64, 128, 256, 320, LARGEST_RANK) if each >= rank)
 
 
 def check_positive(**options: float | None) -> None:
