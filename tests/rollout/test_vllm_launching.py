@@ -8,7 +8,7 @@ import torch
 
 from lrlhf.rollout import TransformersEngine, VLLMEngine, VLLMServerEngine
 from lrlhf.rollout.engines.engine import EngineWrapper
-from lrlhf.rollout.vllm.server import ExternalServer, StartedServer
+from lrlhf.rollout.vllm.servers import ExternalServer, StartedServer
 from lrlhf.rollout.vllm.vllm_base import EngineStartError
 
 DESCRIBED = {

@@ -15,8 +15,7 @@ from lrlhf.rollout import EngineFailure, Sampling, VLLMServerEngine
 from lrlhf.rollout.engines.synced_engine import without_recovery
 from lrlhf.rollout.responses import token_prompts
 from lrlhf.rollout.vllm.client import GENERATE
-from lrlhf.rollout.vllm.fleet import Fleet
-from lrlhf.rollout.vllm.server import Server
+from lrlhf.rollout.vllm.servers import Fleet, Server
 from lrlhf.rollout.vllm.vllm_base import EngineStartError
 from lrlhf.vllm_worker.fingerprint import as_text
 from tests.conftest import build_language_model
@@ -93,7 +92,7 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Network:
         WeightTransfer=network.connect,
     )
     monkeypatch.setattr(f"{LIVES}.server_engine.import_transfer", lambda: ends)
-    monkeypatch.setattr(f"{LIVES}.fleet._NOTICE_SECONDS", 0.3)
+    monkeypatch.setattr(f"{LIVES}.servers._NOTICE_SECONDS", 0.3)
     return network
 
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lrlhf.modules import RLOO
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Sampling, VLLMEngine, VLLMServerEngine
-from lrlhf.rollout.vllm import server, vllm_base
+from lrlhf.rollout.vllm import servers, vllm_base
 from lrlhf.rollout.vllm.process import ServerStartError
 from lrlhf.rollout.vllm.server_engine import check_gpus
 from lrlhf.rollout.vllm.vllm_base import EngineStartError, command_line
@@ -246,7 +246,7 @@ class FailingProcess:
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> type[FailingProcess]:
     installed(monkeypatch, "0.32.0").__spec__ = SimpleNamespace()  # type: ignore[assignment]
-    monkeypatch.setattr(server, "ServerProcess", FailingProcess)
+    monkeypatch.setattr(servers, "ServerProcess", FailingProcess)
     monkeypatch.setattr(FailingProcess, "seen", [])
     return FailingProcess
 
@@ -421,7 +421,7 @@ def test_a_url_where_nobody_answers_tells_the_command_without_the_token(
     attached, monkeypatch
 ) -> None:
     monkeypatch.setenv("VLLM_API_KEY", SECRET)
-    monkeypatch.setattr(server.time, "sleep", lambda _: None)
+    monkeypatch.setattr(servers.time, "sleep", lambda _: None)
     engine = attached(url="http://127.0.0.1:9", start_timeout=0.05)
     with pytest.raises(EngineStartError, match="no vLLM server answered") as raised:
         engine.push(0)

@@ -23,7 +23,7 @@ from lrlhf.apps.cluster.guarded import GuardedProgram
 from lrlhf.rollout import VLLMServerEngine
 from lrlhf.rollout.vllm.client import ServerClient
 from lrlhf.rollout.vllm.process import root_cause
-from lrlhf.rollout.vllm.server import Server
+from lrlhf.rollout.vllm.servers import Server
 from lrlhf.rollout.vllm.vllm_base import EngineStartError, is_cpu
 
 _POLL_SECONDS = 0.5

@@ -24,8 +24,14 @@ from lrlhf.rollout.responses import Response
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.rollout.vllm.client import Address, ServerClient, ServerResponseError
 from lrlhf.rollout.vllm.dispatch import Router, Targets, Traffic, respond
-from lrlhf.rollout.vllm.fleet import Fleet, SyncedServer, on_all
-from lrlhf.rollout.vllm.server import ExternalServer, Server, StartedServer
+from lrlhf.rollout.vllm.servers import (
+    ExternalServer,
+    Fleet,
+    Server,
+    StartedServer,
+    SyncedServer,
+    on_all,
+)
 from lrlhf.rollout.vllm.vllm_base import (
     QUIET_ENVIRONMENT,
     EngineStartError,
