@@ -31,7 +31,7 @@ from lrlhf.datamodules import PromptDataModule
 from lrlhf.modules import RLOO, OptimizerConfig, Reference
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import RolloutListener, Sampling, TransformersEngine, response_ids
-from lrlhf.rollout.responses import untold_prompts
+from lrlhf.rollout.responses import token_prompts
 from lrlhf.types import Experience
 from tests.conftest import build_language_model, build_tokenizer
 from tests.modules.policy_runs import fit, letters
@@ -137,7 +137,7 @@ def fresh_responses(module: RLOO, texts: Sequence[str], seed: int) -> list[str]:
     """Return 16 responses to each prompt by the policy as it is."""
     engine = TransformersEngine()
     engine.attach(module.policy, TOKENIZER)
-    prompts = untold_prompts([TOKENIZER(text)["input_ids"] for text in texts])
+    prompts = token_prompts([TOKENIZER(text)["input_ids"] for text in texts])
     rollout = engine.generate(
         prompts,
         Sampling(max_new_tokens=TOKENS),

@@ -1,6 +1,6 @@
-"""Work dealt out so that everyone is done at about the same time.
+"""Partition of work into parts of nearly equal cost (load balancing).
 
-Ranks wait for the slowest one in every step, and what a row costs varies by an order of magnitude
+Ranks wait for the slowest one in every step, and the cost of a row varies by an order of magnitude
 where responses have a long tail.
 """
 
@@ -12,20 +12,19 @@ from collections.abc import Iterable, Sequence
 
 
 def partition(costs: Sequence[int], parts: int, *, equal_counts: bool = False) -> list[list[int]]:
-    """Deal items out to parts of nearly equal cost.
+    """Partition items into parts of nearly equal cost.
 
     Each item, the costliest first, goes to the cheapest part that has room. Then items of the
-    costliest and the cheapest part change places while that brings the two closer.
+    costliest and the cheapest part are swapped while that brings the two closer.
 
     Args:
-        costs: Of each item, 0 or more.
-        parts: How many to make.
-        equal_counts: Give each part as many items as any other, or one less where they do not
-            divide.
+        costs: Cost of each item, 0 or more.
+        parts: Number of parts.
+        equal_counts: Whether sizes of parts differ by at most one.
 
     Returns:
-        The items of each part, ascending, the costliest part first. The same on every machine, and
-        no part is empty unless there are fewer items than parts.
+        The items of each part, ascending, the costliest part first. The result is deterministic,
+        and no part is empty unless there are fewer items than parts.
 
     Raises:
         ValueError: ``parts`` is below 1, or a cost is below 0.
@@ -53,28 +52,28 @@ def partition(costs: Sequence[int], parts: int, *, equal_counts: bool = False) -
         high, low = dealt[0], dealt[-1]
         if (swap := _best_swap(costs, high, low)) is None:
             return [sorted(items) for items in dealt]
-        given, taken = swap
-        high[high.index(given)], low[low.index(taken)] = taken, given
+        down, up = swap
+        high[high.index(down)], low[low.index(up)] = up, down
 
 
 def _best_swap(
     costs: Sequence[int], high: Sequence[int], low: Sequence[int]
 ) -> tuple[int, int] | None:
-    """Return the items, one of each part, whose swap leaves the smallest difference; None: none.
+    """Return the items, one of each part, whose swap leaves the smallest difference, if any does.
 
-    Giving one that is dearer by ``d`` turns a difference of ``D`` into ``|D - 2d|``.
+    Swapping items whose costs differ by ``d`` turns a difference of ``D`` into ``|D - 2d|``.
     """
     most, least = loads(costs, [high, low])
     smallest = difference = most - least
     best = None
-    offered = sorted(low, key=lambda item: costs[item])
-    prices = [costs[item] for item in offered]
+    candidates = sorted(low, key=lambda item: costs[item])
+    prices = [costs[item] for item in candidates]
     for item in high:
-        place = bisect_left(prices, costs[item] - difference / 2)
-        for other in range(max(place - 1, 0), min(place + 1, len(prices))):
-            left = abs(difference - 2 * (costs[item] - prices[other]))
-            if left < smallest:
-                smallest, best = left, (item, offered[other])
+        index = bisect_left(prices, costs[item] - difference / 2)
+        for other in range(max(index - 1, 0), min(index + 1, len(prices))):
+            remaining = abs(difference - 2 * (costs[item] - prices[other]))
+            if remaining < smallest:
+                smallest, best = remaining, (item, candidates[other])
     return best
 
 
@@ -84,9 +83,6 @@ def loads(costs: Sequence[int], parts: Iterable[Sequence[int]]) -> list[int]:
 
 
 def imbalance(costs: Sequence[int]) -> float:
-    """Return the largest cost over the mean one: 1 where all are equal, and where all are 0.
-
-    It is how much longer everyone takes than with the same work spread evenly.
-    """
+    """Return the largest cost over the mean, 1 where all are 0: the slowdown by uneven work."""
     total = sum(costs)
     return max(costs) * len(costs) / total if total else 1.0

@@ -1,10 +1,10 @@
-"""Prompts in, scored responses out: what training and evaluation of every policy share."""
+"""Sampling and scoring of responses, as training and evaluation of every policy share it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -14,46 +14,16 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.rewards import Completion, CompletionText, RewardResult, Rewards
+from lrlhf.rewards import CompletionText, RewardResult, Rewards
 from lrlhf.rollout.engines.engine import RolloutEngine
-from lrlhf.rollout.episodes.scores import scored_episodes, with_turn_rewards
 from lrlhf.rollout.records import plain_json, rollout_records
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.rollout.texts import response_texts, response_views, text_ends
 from lrlhf.types import PromptBatch, Rollout
 
 
-def with_step_rewards(
-    rollout: Rollout,
-    prompts: PromptBatch,
-    rewards: RewardResult,
-    texts: Sequence[CompletionText],
-    tokenizer: PreTrainedTokenizerBase,
-) -> Rollout:
-    """Add what rewards found single steps to be worth to what environments gave for turns.
-
-    Args:
-        rollout: Responses, rows of one prompt consecutive.
-        prompts: The unique prompts.
-        rewards: Of the responses.
-        texts: Of the responses, as the rewards read them.
-        tokenizer: The policy's.
-    """
-    if rewards.step_rewards is None:
-        return rollout
-    ends = [[step.end for step in steps] for steps in rewards.step_rewards]
-    placed = torch.zeros(rollout.input_ids.shape)
-    columns = text_ends(prompts, rollout, tokenizer, texts, ends)
-    for row, (own, steps) in enumerate(zip(columns, rewards.step_rewards, strict=True)):
-        for column, step in zip(own, steps, strict=True):
-            placed[row, column] += step.value
-    placed = placed.to(rollout.input_ids.device)
-    given = rollout.turn_rewards
-    return replace(rollout, turn_rewards=placed if given is None else given + placed)
-
-
 class Collected(NamedTuple):
-    """Responses, what the rewards said of them, and a readable line for each."""
+    """Scored responses, with a record of each."""
 
     rollout: Rollout
     rewards: RewardResult
@@ -82,14 +52,14 @@ def extra_values_of(records: Sequence[Mapping[str, Any]]) -> dict[str, Float[Ten
 
 
 class Collector:
-    """Has responses generated and scored.
+    """Generates responses with an engine and scores them.
 
     Args:
-        engine: Generates the responses; already attached to the policy.
-        rewards: Scores them.
-        tokenizer: Turns them into text for the rewards and for people.
-        shows_media: Give the rewards columns ``images``, ``videos`` and ``audios``, lists for each
-            response.
+        engine: Engine that is attached to the policy.
+        rewards: Reward functions.
+        tokenizer: The policy's.
+        shows_media: Whether the rewards get columns ``images``, ``videos`` and ``audios``, lists
+            for each response.
     """
 
     def __init__(
@@ -101,7 +71,7 @@ class Collector:
         shows_media: bool = False,
     ) -> None:
         self.max_steps: int | None = None
-        """Last step of the run, which rewards may ask for; None: it has no end."""
+        """Last step of the run, a column for rewards; None: no limit."""
         self._shows_media = shows_media
         self._engine = engine
         self._rewards = rewards
@@ -123,14 +93,14 @@ class Collector:
 
         Args:
             prompts: Unique prompts.
-            sampling: How tokens are sampled.
+            sampling: Sampling options.
             seeds: One per response, those of one prompt consecutive.
-            step: Written into the records.
-            phase: Entered with "generate" and "reward" around the two halves.
-            weight_version: Of the policy, for the records where the engine tells none; None:
+            step: Training iteration, for records and reward columns.
+            phase: Context entered with "generate" and "reward".
+            weight_version: Version of the policy, for records where the engine reports none; None:
                 ``step``.
-            limited: Whether ``max_unscorable_fraction`` holds for these responses by themselves.
-            metrics: Further functions whose values are told and enter no score.
+            limited: Whether ``max_unscorable_fraction`` applies to these responses alone.
+            metrics: Further functions whose values are logged and enter no score.
         """
         num_generations = len(seeds) // len(prompts)
         with phase("generate"):
@@ -160,15 +130,15 @@ class Collector:
         limited: bool = True,
         metrics: Rewards | None = None,
     ) -> Collected:
-        """Score responses that were generated; see `collect`."""
+        """Score generated responses; see `collect`."""
         num_generations = len(rollout) // len(prompts)
         groups = [row // num_generations for row in range(len(rollout))]
         with phase("reward"):
             texts = response_texts(prompts, rollout, self._tokenizer, sampling)
             views = response_views(prompts, rollout, texts)
             columns = self._columns(prompts, step)
-            with scored_episodes(rollout) as further:
-                asked: dict[str, Any] = {
+            with _scored_episodes(rollout) as further:
+                arguments: dict[str, Any] = {
                     "prompts": [view.prompt for view in views],
                     "completions": [view.completion for view in views],
                     "completion_ids": [view.token_ids for view in views],
@@ -179,11 +149,10 @@ class Collector:
                     "group_ids": groups,
                     **further,
                 }
-                rewards = self._rewards.score(**asked, limited=limited)
+                rewards = self._rewards.score(**arguments, limited=limited)
                 if metrics is not None:
-                    rewards = rewards.with_metrics(metrics.score(**asked, limited=False))
-            rollout = with_turn_rewards(rollout, rewards)
-            rollout = with_step_rewards(rollout, prompts, rewards, texts, self._tokenizer)
+                    rewards = rewards.with_metrics(metrics.score(**arguments, limited=False))
+            rollout = _with_process_rewards(rollout, prompts, rewards, texts, self._tokenizer)
         records = rollout_records(
             prompts,
             rollout,
@@ -197,7 +166,7 @@ class Collector:
         return Collected(rollout, rewards, records)
 
     def _columns(self, prompts: PromptBatch, step: int) -> list[Mapping[str, Any]]:
-        """Return each prompt's columns, with how far the run is, and what the prompt shows."""
+        """Return each prompt's columns, with the progress of the run and the prompt's media."""
         progress = {"step": step, "max_steps": self.max_steps}
         columns = [{**progress, **own} for own in prompts.columns]
         if not self._shows_media:
@@ -214,8 +183,45 @@ class Collector:
         ]
 
 
-def _completions(
-    prompts: PromptBatch, rollout: Rollout, texts: Sequence[CompletionText]
-) -> list[Completion]:
-    """Return what rewards read of responses."""
-    return [view.completion for view in response_views(prompts, rollout, texts)]
+@contextmanager
+def _scored_episodes(rollout: Rollout) -> Iterator[dict[str, Any]]:
+    """Yield what `Rewards.score` gets of episodes; closes their environments at the end."""
+    episodes = rollout.episodes
+    if episodes is None:
+        yield {}
+        return
+    try:
+        yield {
+            "on_request": {
+                "episodes": episodes,
+                "environments": [episode.environment for episode in episodes],
+            },
+            "failed": {row: one.failure for row, one in enumerate(episodes) if one.failure},
+        }
+    finally:
+        for episode in episodes:
+            if episode.release is not None:
+                episode.release()
+
+
+def _with_process_rewards(
+    rollout: Rollout,
+    prompts: PromptBatch,
+    rewards: RewardResult,
+    texts: Sequence[CompletionText],
+    tokenizer: PreTrainedTokenizerBase,
+) -> Rollout:
+    """Weight the environments' rewards of turns as the score does, and add rewards of steps."""
+    turns = rollout.turn_rewards
+    if turns is not None and rewards.turn_weights is not None:
+        turns = turns * rewards.turn_weights.to(turns)[:, None]
+    if rewards.step_rewards is not None:
+        ends = [[step.end for step in steps] for steps in rewards.step_rewards]
+        values = torch.zeros(rollout.input_ids.shape)
+        columns = text_ends(prompts, rollout, tokenizer, texts, ends)
+        for row, (own, steps) in enumerate(zip(columns, rewards.step_rewards, strict=True)):
+            for column, step in zip(own, steps, strict=True):
+                values[row, column] += step.value
+        values = values.to(rollout.input_ids.device)
+        turns = values if turns is None else turns + values
+    return replace(rollout, turn_rewards=turns)

@@ -1,4 +1,4 @@
-"""Groups that teach nothing are replaced by others before an update."""
+"""Dynamic sampling: groups without a learning signal are replaced before an update."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from lrlhf.types import ROLLOUT_TENSORS, PromptBatch, Rollout, joined_media
 
 
 class Filtered(NamedTuple):
-    """The responses to train on, and how they were come by."""
+    """The responses to train on, and the course of the sampling."""
 
     collected: Collected
     filler: Bool[Tensor, " B"]
-    """Rows of groups that only fill the batch: they teach nothing."""
+    """Padding rows: groups without a learning signal that complete the batch."""
     everything: Collected
-    """All responses that were generated."""
+    """All generated responses."""
     rounds: int
     used: int
-    """Prompts that were answered."""
+    """Number of prompts sampled for."""
 
 
 def collect_different(
@@ -40,23 +40,24 @@ def collect_different(
     scores_of: Callable[[Collected], Tensor] = lambda collected: collected.rewards.scores,
     teaches: Callable[[Collected], Bool[Tensor, " P"]] | None = None,
 ) -> Filtered:
-    """Answer prompts in rounds until enough groups teach something.
+    """Sample in rounds until enough groups have a learning signal (DAPO, Yu et al. 2025).
 
     Args:
         prompts: The candidates; their number is the budget.
-        sample: Generates and scores responses to a part of them; gets the index of its first
-            prompt.
-        wanted: Groups to end with.
+        sample: Generates and scores responses to some of them, with the index of the first.
+        wanted: Number of groups to return.
         num_generations: Responses per prompt.
         scores_of: `[B]`, the scores that are trained on, or `[B, K]`, several of each response;
-            NaN: the response is not.
-        teaches: Whether each group does; None: those whose scores differ.
-        any_rank: Whether a condition holds on any rank. All ranks sample in the same number
-            of rounds, as an engine may need them together.
+            NaN: the response is not trained on.
+        teaches: Whether each group has a learning signal; None: whether its scores differ.
+        any_rank: Whether a condition holds on any rank. All ranks sample the same number of
+            rounds, as an engine may need them together.
 
     Returns:
-        Exactly ``wanted`` groups, in the order they were sampled: those that teach first, then
-        fillers.
+        Exactly ``wanted`` groups in the order of sampling: those with a signal, then padding.
+
+    Reference:
+        Yu et al. 2025, DAPO, https://arxiv.org/abs/2503.14476
     """
     rounds: list[Collected] = []
     different: list[bool] = []
@@ -65,21 +66,21 @@ def collect_different(
         size = min(wanted, len(prompts) - used)
         part = sample(prompts.select(torch.arange(used, used + size)), used)
         rounds.append(part)
-        found = teaches(part) if teaches else groups_differ(scores_of(part), num_generations)
-        different += found.tolist()
+        signal = teaches(part) if teaches else groups_differ(scores_of(part), num_generations)
+        different += signal.tolist()
         used += size
     first = [group for group, differs in enumerate(different) if differs][:wanted]
-    fillers = [group for group, differs in enumerate(different) if not differs]
-    chosen = first + fillers[: wanted - len(first)]
+    padding = [group for group, differs in enumerate(different) if not differs]
+    chosen = first + padding[: wanted - len(first)]
     rows = torch.tensor([g * num_generations + i for g in chosen for i in range(num_generations)])
     device = rounds[0].rollout.input_ids.device
     filler = torch.arange(wanted * num_generations, device=device) >= len(first) * num_generations
     everything = merge_collected(rounds)
-    return Filtered(select_collected(everything, rows), filler, everything, len(rounds), used)
+    return Filtered(_selected(everything, rows), filler, everything, len(rounds), used)
 
 
 def groups_differ(scores: Float[Tensor, "B ..."], num_generations: int) -> Bool[Tensor, " P"]:
-    """Return which groups have two scorable responses with different scores, of K kinds any."""
+    """Return which groups have responses whose scores, or any of K scores, differ; NaN is none."""
     groups = scores.unsqueeze(-1).reshape(-1, num_generations, *scores.shape[1:], 1)
     highest = groups.nan_to_num(nan=-torch.inf).amax(dim=1)
     lowest = groups.nan_to_num(nan=torch.inf).amin(dim=1)
@@ -87,21 +88,21 @@ def groups_differ(scores: Float[Tensor, "B ..."], num_generations: int) -> Bool[
 
 
 def merge_collected(parts: Sequence[Collected]) -> Collected:
-    """Put several rounds of one iteration into one, groups numbered through."""
+    """Concatenate the rounds of an iteration, with consecutive group numbers."""
     if len(parts) == 1:
         return parts[0]
-    rollouts = _all_alike([part.rollout for part in parts])
+    rollouts = _with_equal_fields([part.rollout for part in parts])
     offsets = [0, *accumulate(int(rollout.group_ids.max()) + 1 for rollout in rollouts)][:-1]
     width = max(rollout.input_ids.shape[1] for rollout in rollouts)
     merged: dict[str, Any] = {"media": joined_media(rollouts)}
     if rollouts[0].episodes is not None:
-        merged["episodes"] = tuple(one for rollout in rollouts for one in rollout.episodes or ())
+        merged["episodes"] = tuple(each for rollout in rollouts for each in rollout.episodes or ())
     for name in ROLLOUT_TENSORS:
         columns = [getattr(rollout, name) for rollout in rollouts]
         if name == "group_ids":
             columns = [ids + offset for ids, offset in zip(columns, offsets, strict=True)]
         if columns[0] is not None and columns[0].dim() == 2:
-            # the mask tells what is padding, so its value does not matter
+            # padding is masked, so its value does not matter
             columns = [F.pad(column, (0, width - column.shape[1])) for column in columns]
         merged[name] = None if columns[0] is None else torch.cat(columns)
     return Collected(
@@ -119,15 +120,15 @@ def merge_collected(parts: Sequence[Collected]) -> Collected:
     )
 
 
-def _all_alike(rollouts: list[Rollout]) -> list[Rollout]:
-    """Give zeros to rounds in which no environment could judge, or no history was rewritten."""
+def _with_equal_fields(rollouts: list[Rollout]) -> list[Rollout]:
+    """Add zeros to rounds without rewards of turns, or without forks, where others have them."""
     for name in ("turn_rewards", "forks"):
         known = [getattr(rollout, name) for rollout in rollouts]
-        kind = next((one.dtype for one in known if one is not None), None)
-        if kind is None:
+        dtype = next((column.dtype for column in known if column is not None), None)
+        if dtype is None:
             continue
         rollouts = [
-            replace(rollout, **cast(Any, {name: torch.zeros_like(rollout.input_ids, dtype=kind)}))
+            replace(rollout, **cast(Any, {name: torch.zeros_like(rollout.input_ids, dtype=dtype)}))
             if own is None
             else rollout
             for rollout, own in zip(rollouts, known, strict=True)
@@ -135,8 +136,7 @@ def _all_alike(rollouts: list[Rollout]) -> list[Rollout]:
     return rollouts
 
 
-def select_collected(collected: Collected, rows: Tensor) -> Collected:
-    """Return the given rows."""
+def _selected(collected: Collected, rows: Tensor) -> Collected:
     rewards, chosen = collected.rewards, rows.tolist()
     return Collected(
         collected.rollout.select(rows),

@@ -1,4 +1,4 @@
-"""A generative reward model in this process, which writes its verdicts."""
+"""A generative reward model (LLM as a judge) in the training process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from lrlhf.rewards.learned import (
 )
 from lrlhf.rewards.own_model import OwnModelReward
 from lrlhf.rollout.engines.transformers_engine import TransformersEngine
-from lrlhf.rollout.responses import untold_prompts
+from lrlhf.rollout.responses import token_prompts
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.rollout.texts import response_texts
 from lrlhf.types import Prompt
@@ -50,68 +50,67 @@ class _Loaded(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     processor: MediaProcessor | None
     marks: tuple[str, ...]
-    """Special tokens and what stands for images and videos, as far as the question lets them pass;
-    a response must not spell them."""
+    """Special tokens and placeholders of media that the question does not escape; responses must
+    not contain them."""
     longest: float
-    """Tokens that a question may have."""
+    """Most tokens of a question."""
     device: torch.device
 
 
 class _Request(NamedTuple):
-    """What the model is asked; equal ones have the same answer."""
+    """A question for the model; equal questions have the same reply."""
 
     text: str
-    shown: tuple[int, ...]
-    """Numbers of the images and videos of the prompt."""
+    media: tuple[int, ...]
+    """Ids of the images and videos of the prompt."""
     sample: int
 
     @property
     def seed(self) -> int:
-        """Of the reply, the same in every batch and every run."""
+        """Seed of the reply, the same in every batch and every run."""
         digest = hashlib.blake2b(f"{self.sample} {self.text}".encode(), digest_size=4)
         return int.from_bytes(digest.digest(), "big")
 
 
-_Shown = tuple[Sequence[Any], Sequence[Any]]
+_PromptMedia = tuple[Sequence[Any], Sequence[Any]]
 """Images and videos of a prompt."""
 
 
 class GenerativeReward(OwnModelReward[_Loaded]):
-    """How many of the other responses to a prompt a generative reward model prefers a response to.
+    """Share of the other responses to a prompt that a generative reward model ranks lower.
 
-    The model is asked what `JudgeReward` asks in mode ``pairwise``, in both orders, and its values
-    are those of that mode: a response that wins in one order only has won half. It generates its
-    verdicts in this process, with the engine `TransformersEngine`. Train it by `SFT` and `RLOO` on
-    `VerdictTasks`, with the same form, rubric, template and system prompt. A large one is better
-    served by vLLM, and asked by `JudgeReward`.
+    Questions and values are those of `JudgeReward` in mode ``pairwise``, in both orders: a win in
+    one order only counts half. Verdicts are generated in this process, with `TransformersEngine`.
+    Train the model by `SFT` and `RLOO` on `VerdictTasks`, with the same form, rubric, template and
+    system prompt. A large one is better served by vLLM, with `JudgeReward`.
 
-    A reply without a clear verdict, or that was cut off at ``max_new_tokens``, gives its comparison
-    no value (``generative/malformed_fraction``), and neither does a question that leaves no room
-    for the reply (``generative/too_long``); nothing is cut. ``generative/order_agreement`` is the
-    share of comparisons that both orders say the same of. The same question is answered once, and
-    always in the same way. The model is frozen, and loaded at the first use.
+    A comparison has no value if the reply has no clear verdict or was truncated at
+    ``max_new_tokens`` (``generative/malformed_fraction``), or if the question leaves no room for a
+    reply (``generative/too_long``). ``generative/order_agreement`` is the share of comparisons with
+    the same verdict in both orders. Equal questions have one, deterministic, reply. The model is
+    frozen, and loaded at the first use.
 
-    A vision-language model is shown the prompts' images and videos; a text model reads the text.
-    Prompts with sounds are refused.
+    A vision-language model sees the prompts' images and videos; a text model reads the text.
+    Prompts with audio are refused.
 
     Args:
         source: Folder of the trained model, hub id or ``package:<module>``.
-        form: Of the verdicts, as of `VerdictTasks`.
-        rubric: What counts, in words.
-        template: Jinja2 text of the question in place of the form's.
+        form: Verdict format, see `VerdictTasks`.
+        rubric: Criteria, in words.
+        template: Jinja2 template of the question in place of the form's.
         system: System prompt; empty: none.
-        opponents: How many others each response meets, an even number; null: all.
+        opponents: Number of responses that each is compared with, an even number; null: all.
         reference_column: Column of the answer that responses are compared with instead.
-        samples: How often each question is asked; the mean counts. Above 1 it needs a temperature.
-        temperature: Of the replies; 0 takes the most likely token.
+        samples: Replies per question, which are averaged. Above 1 it needs a temperature.
+        temperature: Sampling temperature of the replies; 0 takes the most likely token.
         max_new_tokens: Longest reply, reasoning included.
         tokenizer: Source of the tokenizer; null: the model's.
-        chat_template: Jinja text for the question as a chat; null: the tokenizer's.
-        batch_size: Questions that are answered at once.
+        chat_template: Jinja template for the question as a chat; null: the tokenizer's.
+        batch_size: Questions per batch.
         device: ``auto`` is the process's current GPU, if there is one.
-        dtype: Of the model; ``auto`` is as stored.
+        dtype: Type of the model's weights; ``auto`` is as stored.
         attn_implementation: As in ``from_pretrained`` of ``transformers``.
-        trust_remote_code: Run Python code that comes with the model.
+        trust_remote_code: Whether to run Python code that comes with the model.
         offload: Keep the model in main memory between two calls.
 
     Raises:
@@ -196,19 +195,21 @@ class GenerativeReward(OwnModelReward[_Loaded]):
         )
         questions = self._asker.questions(batch)
         requests = {
-            one: _Request(
-                self._asker.text(batch, one), tuple(batch.shown[one.about] or ()), one.sample
+            question: _Request(
+                self._asker.text(batch, question),
+                tuple(batch.shown[question.about] or ()),
+                question.sample,
             )
-            for one in questions
+            for question in questions
         }
-        distinct = {request: media[one.about] for one, request in requests.items()}
+        distinct = {request: media[question.about] for question, request in requests.items()}
         replies = self._replies(loaded, distinct)
-        found = {one: self._asker.read(one, replies.get(requests[one])) for one in questions}
+        verdicts = {each: self._asker.read(each, replies.get(requests[each])) for each in questions}
         log_metric("generative/too_long", len(distinct) - len(replies))
-        for name, value in qualities(questions, found).items():
+        for name, value in qualities(questions, verdicts).items():
             log_metric(f"generative/{name}", value)
-        log_extra("judge", notes_of(questions, found, len(completions)))
-        return values_of(questions, found, len(completions))
+        log_extra("judge", notes_of(questions, verdicts, len(completions)))
+        return values_of(questions, verdicts, len(completions))
 
     def _load(self) -> _Loaded:
         trust = self._spec.trust_remote_code
@@ -237,31 +238,31 @@ class GenerativeReward(OwnModelReward[_Loaded]):
         )
 
     def _replies(
-        self, loaded: _Loaded, requests: Mapping[_Request, _Shown]
+        self, loaded: _Loaded, requests: Mapping[_Request, _PromptMedia]
     ) -> dict[_Request, Reply]:
-        """Answer requests, those that are too long left out."""
+        """Return the replies to all requests but those that are too long."""
         rows = {request: self._row(loaded, request, own) for request, own in requests.items()}
         fits = {
             request: row
             for request, row in rows.items()
             if row is not None and len(row.input_ids) <= loaded.longest
         }
-        # of like lengths together, which need the least padding
+        # requests of similar length together, for the least padding
         order = sorted(fits, key=lambda request: len(fits[request].input_ids))
         replies: dict[_Request, Reply] = {}
         with in_place(loaded.model, loaded.device, offload=self._offload):
             for start in while_wanted(range(0, len(order), self._batch_size)):
                 chosen = order[start : start + self._batch_size]
                 seeds = [request.seed for request in chosen]
-                found = self._generated(loaded, [fits[request] for request in chosen], seeds)
-                replies |= zip(chosen, found, strict=True)
+                generated = self._generated(loaded, [fits[request] for request in chosen], seeds)
+                replies |= zip(chosen, generated, strict=True)
         return replies
 
-    def _row(self, loaded: _Loaded, request: _Request, shown: _Shown) -> Row | None:
+    def _row(self, loaded: _Loaded, request: _Request, media: _PromptMedia) -> Row | None:
         """Encode a request; None: it is too long for the model."""
         system = [{"role": "system", "content": self._system}] if self._system else []
         parts = [
-            {"type": kind} for kind, own in zip(("image", "video"), shown, strict=True) for _ in own
+            {"type": kind} for kind, own in zip(("image", "video"), media, strict=True) for _ in own
         ]
         content = [*parts, {"type": "text", "text": request.text}] if parts else request.text
         text = rendered(
@@ -274,7 +275,7 @@ class GenerativeReward(OwnModelReward[_Loaded]):
         if loaded.processor is None or not parts:
             return Row(encoded(loaded.tokenizer, text, specials=False))
         try:
-            return Row(*loaded.processor.encode(text, *shown))
+            return Row(*loaded.processor.encode(text, *media))
         except MediaError as error:
             if error.reason == "too long":
                 return None
@@ -284,7 +285,7 @@ class GenerativeReward(OwnModelReward[_Loaded]):
         self, loaded: _Loaded, rows: Sequence[Row], seeds: Sequence[int]
     ) -> Iterator[Reply]:
         media = tuple(row.media for row in rows)
-        prompts = untold_prompts([row.input_ids for row in rows], media if any(media) else None).to(
+        prompts = token_prompts([row.input_ids for row in rows], media if any(media) else None).to(
             loaded.device
         )
         rollout = loaded.engine.generate(prompts, self._sampling, num_generations=1, seeds=seeds)
@@ -297,27 +298,24 @@ class GenerativeReward(OwnModelReward[_Loaded]):
 
 
 def _marks(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> tuple[str, ...]:
-    """Return what a response could end its part of the question with, or show media by."""
+    """Return the tokens by which a response could leave its part of the question or show media."""
     media = tokenizer.convert_ids_to_tokens(list(ruled_out_ids(config)))
-    added = [str(one) for one in tokenizer.added_tokens_decoder.values() if one.special]
+    added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     known = dict.fromkeys((*media, *tokenizer.all_special_tokens, *added))
-    # the question shows the others as text, as in training, where nobody knows the tokenizer
+    # the question escapes the others, as in training, which does not depend on the tokenizer
     return tuple(mark for mark in known if marks_as_text(mark) == mark)
 
 
 def _neutral(text: str, marks: Sequence[str]) -> str:
-    """Return a text in which no mark is left.
-
-    Those with ``<`` are shown as the question shows its own, the others are taken out.
-    """
+    """Return a text without marks: those with ``<`` are escaped, the others removed."""
     text = text_without_marks(text, [mark for mark in marks if "<" not in mark])
     opening = [re.escape(mark) for mark in marks if "<" in mark]
     if not opening:
         return text
     pattern = re.compile("|".join(opening))
-    # again, as two marks may share a letter
-    while (shown := pattern.sub(lambda found: found[0].replace("<", "&lt;"), text)) != text:
-        text = shown
+    # again, as two marks may share a character
+    while (escaped := pattern.sub(lambda match: match[0].replace("<", "&lt;"), text)) != text:
+        text = escaped
     return text
 
 
@@ -327,9 +325,9 @@ def _media_of(
     videos: Sequence[Sequence[Any]] | None,
     *,
     count: int,
-) -> list[_Shown]:
-    """Return images and videos of each prompt; none for a model that reads text alone."""
-    nothing: list[Sequence[Any]] = [()] * count
+) -> list[_PromptMedia]:
+    """Return images and videos of each prompt; none for a text model."""
+    none: list[Sequence[Any]] = [()] * count
     if loaded.processor is None:
         return [((), ())] * count
-    return [*zip(images or nothing, videos or nothing, strict=True)]
+    return [*zip(images or none, videos or none, strict=True)]

@@ -1,4 +1,4 @@
-"""Who wants to hear of an iteration while it runs."""
+"""Callback hooks within an iteration of the rollout and its update."""
 
 from __future__ import annotations
 
@@ -12,16 +12,13 @@ if TYPE_CHECKING:
 
 
 class RolloutListener:
-    """Base class of callbacks that receive the phase and the rollout of every iteration.
-
-    The methods do nothing by default: override what you need.
-    """
+    """Base class of callbacks with hooks for phases and rollouts; all do nothing by default."""
 
     def on_weights_needed(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Hear that an engine with a copy of the weights is about to generate responses."""
+        """Run before an engine with a copy of the weights generates responses."""
 
     def on_phase(self, phase: str) -> None:
-        """Hear that ``phase`` begins (sync, generate, reward, logprob, update); empty: it ends."""
+        """Run when ``phase`` begins (sync, generate, reward, logprob, update); empty: it ends."""
 
     def on_rollout(
         self,
@@ -30,18 +27,18 @@ class RolloutListener:
         experience: Experience,
         records: Sequence[dict[str, Any]],
     ) -> None:
-        """Hear of the experience of this rank before it is trained on.
+        """Run with the experience of this rank before it is trained on.
 
         Args:
             trainer: The running trainer.
-            module: The module that took the rollout.
+            module: The policy module.
             experience: The rows on their device.
             records: One JSON-ready line per row, in the order of ``experience``: ``step``,
                 ``group``, ``prompt``, ``completion``, ``token_ids``, ``score``, ``rewards`` by
                 name, ``advantage`` (of the first sampled token), ``length`` (sampled tokens),
                 ``finish_reason`` (``stop`` or ``length``), ``weight_version`` (iterations behind
                 the weights that sampled it), ``columns``, ``extras``, ``temperature`` (of the
-                sampling), ``segments`` (``sampled`` and ``text`` of each) where some text was
-                given, ``beside`` where values were sampled beside the responses, and ``filler``
-                where dynamic sampling found too few groups.
+                sampling), ``segments`` (``sampled`` and ``text`` of each) where the policy did
+                not write all text, ``beside`` with values of baseline samples, and ``filler`` for
+                padding rows of dynamic sampling.
         """

@@ -1,4 +1,4 @@
-"""How a batch of experience is cut into minibatches, and rows into micro-batches."""
+"""Division of a batch of experience into minibatches, and of rows into micro-batches."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Batch = TypeVar("Batch", bound=SequenceBatch)
 
 
 def minibatches(batch: Batch, *, size: int | None) -> Iterator[Batch]:
-    """Cut a batch at random (torch's global generator) into the parts of one optimizer step each.
+    """Divide a batch at random (torch's global generator) into one minibatch per optimizer step.
 
-    Rows of one group stay together where groups are of one size that divides ``size``: what they
-    begin with is computed once.
+    Rows of one group stay together where all groups have one size that divides ``size``, so that
+    their common prefix is computed once.
 
     Args:
         batch: All rows of an iteration on this rank.
-        size: Rows per part; must divide the number of rows. None: one part.
+        size: Rows per minibatch; must divide the number of rows. None: one minibatch.
 
     Raises:
         ValueError: ``size`` does not divide the rows.
@@ -31,20 +31,24 @@ def minibatches(batch: Batch, *, size: int | None) -> Iterator[Batch]:
     size = rows if size is None else size
     if size < 1 or rows % size != 0:
         raise ValueError(f"{rows} rows do not split into parts of {size}")
-    order = _shuffled(batch, size) if size < rows else torch.arange(rows)
+    order = torch.arange(rows)
+    if size < rows:
+        groups = _equal_groups(batch, size)
+        units = order[:, None] if groups is None else groups
+        order = units[torch.randperm(len(units))].flatten()
     for start in range(0, rows, size):
         yield batch.select(order[start : start + size])
 
 
-def _shuffled(batch: SequenceBatch, size: int) -> Tensor:
+def _equal_groups(batch: SequenceBatch, size: int) -> Tensor | None:
+    """Return `[G, N]`, the rows of each group, where N is one number that divides ``size``."""
     if batch.group_ids is None:
-        return torch.randperm(len(batch))
-    by_group = torch.argsort(batch.group_ids.cpu(), stable=True)
+        return None
     counts = torch.unique(batch.group_ids, return_counts=True)[1].cpu()
     count = int(counts[0])
     if (counts != count).any() or size % count:
-        return torch.randperm(len(batch))
-    return by_group.view(-1, count)[torch.randperm(len(counts))].flatten()
+        return None
+    return torch.argsort(batch.group_ids.cpu(), stable=True).view(-1, count)
 
 
 def trim(batch: Batch) -> Batch:
@@ -62,23 +66,23 @@ def trim(batch: Batch) -> Batch:
 
 
 class MicroBatch(NamedTuple):
-    """Rows that one forward pass is about."""
+    """Rows of one forward pass."""
 
     rows: Tensor
-    """`[N]`, their places in the batch."""
+    """`[N]`, indices in the batch."""
     computed: int
-    """Tokens that go through the model: padding counts, what rows share counts once."""
+    """Tokens that go through the model: padding counts, shared prefixes count once."""
     given: int
     """Tokens of the rows."""
 
     @property
     def padding(self) -> int:
-        """Tokens that are computed for nothing."""
+        """Computed tokens that are padding."""
         return max(0, self.computed - self.given)
 
     @property
     def shared(self) -> int:
-        """Tokens that need no computation, as another row of it begins with them too."""
+        """Tokens of a prefix that is computed for another row."""
         return max(0, self.given - self.computed)
 
 
@@ -90,30 +94,27 @@ def plan_micro_batches(
     shared: bool = True,
     at_least: int = 1,
 ) -> list[MicroBatch]:
-    """Cut a batch into micro-batches, the largest first.
+    """Divide a batch into micro-batches, the largest first.
 
     Args:
         batch: Rows of any length.
-        max_tokens: Tokens of one micro-batch as they are computed; a single row may have more.
-            None: all rows in one.
-        packed: Whether the model lays rows one after another, see `lrlhf.models.allow_packing`.
-            Else rows of similar length go together, and padding counts.
-        shared: Whether it computes once what rows of a group begin with, where they are packed.
-        at_least: Micro-batches to make, where there are as many rows; ranks that gather weights
-            together need equally many.
+        max_tokens: Computed tokens of one micro-batch; a single row may have more. None: all rows
+            in one.
+        packed: Whether rows are packed into one sequence, see `lrlhf.models.allow_packing`. Else
+            rows of similar length go together, and padding counts.
+        shared: Whether the common prefix of a group is computed once, where rows are packed.
+        at_least: Lower bound of micro-batches, if there are as many rows; ranks that gather
+            weights together need equally many.
     """
     if packed:
         return _packed(batch, batch.group_ids if shared else None, max_tokens, at_least)
     given = batch.lengths.cpu()
-    lengths, chains = _written_out(batch, given)
-    groups = micro_batch_rows(lengths, chains, max_tokens=max_tokens, at_least=at_least)
+    lengths, branches = _branches(batch, given)
     return [
         MicroBatch(
-            rows,
-            int(chains[rows].sum()) * int(lengths[rows].max()),
-            int(given[rows].sum()),
+            rows, int(branches[rows].sum()) * int(lengths[rows].max()), int(given[rows].sum())
         )
-        for rows in groups
+        for rows in micro_batch_rows(lengths, branches, max_tokens=max_tokens, at_least=at_least)
     ]
 
 
@@ -128,16 +129,15 @@ def micro_batch_rows(
 
     Args:
         lengths: `[B]`, tokens of each row.
-        copies: `[B]`, how many rows of that length each is computed as; None: one.
+        copies: `[B]`, number of rows of that length that each is computed as; None: one.
         max_tokens: Rows times longest row of one group, padding counted; a single row may be
             longer. None: one group.
-        at_least: Groups to make, where there are as many rows; ranks that gather weights together
-            need equally many.
+        at_least: See `plan_micro_batches`.
 
     Returns:
         Row indices of each group.
     """
-    # longest first: what does not fit in memory fails at once, not in the middle of a run
+    # longest first, so that a batch that does not fit in memory fails at once
     order = torch.argsort(lengths, descending=True, stable=True).cpu()
     ordered = lengths.cpu()[order].tolist()
     counts = torch.ones_like(order) if copies is None else copies.cpu()[order]
@@ -157,17 +157,11 @@ def micro_batch_rows(
     return groups
 
 
-def _written_out(batch: SequenceBatch, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the longest branch of each row, and how many it has, `[B]` each.
-
-    Args:
-        batch: The rows.
-        lengths: `[B]`, their tokens, on the CPU.
-    """
+def _branches(batch: SequenceBatch, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Return length of the longest branch and number of branches of each row, `[B]` each."""
     if batch.forks is None:
         return lengths, torch.ones_like(lengths)
-    parts = (batch.input_ids.cpu(), batch.attention_mask.cpu(), batch.forks.cpu())
-    chains = unfold(compact(*parts))
+    chains = unfold(compact(batch.input_ids.cpu(), batch.attention_mask.cpu(), batch.forks.cpu()))
     branches = chains.rows.attention_mask.sum(dim=1)
     longest = torch.zeros_like(lengths).scatter_reduce(0, chains.owners, branches, "amax")
     return longest, torch.bincount(chains.owners, minlength=len(batch))
@@ -180,67 +174,66 @@ def _packed(
         return []
     forks = None if batch.forks is None else batch.forks.cpu()
     rows = compact(batch.input_ids.cpu(), batch.attention_mask.cpu(), forks)
-    trees = find_trees(rows, groups, batch.media)
-    parts = [part for tree in trees for part in _within(tree, max_tokens)]
-    bins = _fill(parts, max_tokens)
+    trees = [
+        part
+        for tree in find_trees(rows, groups, batch.media)
+        for part in _within_budget(tree, max_tokens)
+    ]
+    bins = [trees] if max_tokens is None else _first_fit(trees, max_tokens)
     while len(bins) < min(at_least, len(batch)):
         largest = max(
-            range(len(bins)), key=lambda place: sum(len(part.rows) for part in bins[place])
+            range(len(bins)), key=lambda index: sum(len(tree.rows) for tree in bins[index])
         )
-        bins[largest : largest + 1] = _halved(bins[largest])
+        trees = bins[largest]
+        if len(trees) == 1:
+            middle = len(trees[0].rows) // 2
+            bins[largest : largest + 1] = [
+                [_slice(trees[0], 0, middle)],
+                [_slice(trees[0], middle, len(trees[0].rows))],
+            ]
+        else:
+            middle = len(trees) // 2
+            bins[largest : largest + 1] = [trees[:middle], trees[middle:]]
     bins.sort(key=_tokens, reverse=True)
     lengths = rows.attention_mask.sum(dim=1)
-    chosen = [torch.tensor([row for part in parts for row in part.rows]) for parts in bins]
+    indices = [torch.tensor([row for tree in trees for row in tree.rows]) for trees in bins]
     return [
-        MicroBatch(places, _tokens(parts), int(lengths[places].sum()))
-        for places, parts in zip(chosen, bins, strict=True)
+        MicroBatch(own, _tokens(trees), int(lengths[own].sum()))
+        for own, trees in zip(indices, bins, strict=True)
     ]
 
 
-def _within(tree: Tree, max_tokens: int | None) -> list[Tree]:
-    """Cut a tree into parts that fit, each with the prefix of its own."""
+def _within_budget(tree: Tree, max_tokens: int | None) -> list[Tree]:
+    """Divide a tree into parts that fit, each with the prefix."""
     if max_tokens is None or tree.tokens <= max_tokens or len(tree.rows) == 1:
         return [tree]
     starts, tokens = [0], tree.prefix
-    for place, branch in enumerate(tree.branches):
-        if tokens + branch > max_tokens and place > starts[-1]:
-            starts.append(place)
+    for index, branch in enumerate(tree.branches):
+        if tokens + branch > max_tokens and index > starts[-1]:
+            starts.append(index)
             tokens = tree.prefix
         tokens += branch
     ends = [*starts[1:], len(tree.rows)]
-    return [_part(tree, start, end) for start, end in zip(starts, ends, strict=True)]
+    return [_slice(tree, start, end) for start, end in zip(starts, ends, strict=True)]
 
 
-def _part(tree: Tree, start: int, end: int) -> Tree:
+def _slice(tree: Tree, start: int, end: int) -> Tree:
     return Tree(tree.rows[start:end], tree.prefix, tree.branches[start:end])
 
 
-def _fill(parts: Sequence[Tree], max_tokens: int | None) -> list[list[Tree]]:
-    """Put each part, largest first, where there is room for it (first fit decreasing)."""
-    if max_tokens is None:
-        return [list(parts)]
+def _first_fit(trees: Sequence[Tree], max_tokens: int) -> list[list[Tree]]:
+    """Put each tree, largest first, into the first bin with room (first fit decreasing)."""
     bins: list[list[Tree]] = []
     room: list[int] = []
-    for part in sorted(parts, key=lambda one: -one.tokens):
-        place = next((i for i, free in enumerate(room) if part.tokens <= free), None)
-        if place is None:
-            bins.append([part])
-            room.append(max_tokens - part.tokens)
-        else:
-            bins[place].append(part)
-            room[place] -= part.tokens
+    for tree in sorted(trees, key=lambda each: -each.tokens):
+        index = next((i for i, free in enumerate(room) if tree.tokens <= free), len(bins))
+        if index == len(bins):
+            bins.append([])
+            room.append(max_tokens)
+        bins[index].append(tree)
+        room[index] -= tree.tokens
     return bins
 
 
-def _halved(parts: list[Tree]) -> tuple[list[Tree], list[Tree]]:
-    """Split rows in two, within a tree only where it is the only one."""
-    if len(parts) > 1:
-        middle = len(parts) // 2
-        return parts[:middle], parts[middle:]
-    (tree,) = parts
-    middle = len(tree.rows) // 2
-    return [_part(tree, 0, middle)], [_part(tree, middle, len(tree.rows))]
-
-
-def _tokens(parts: Sequence[Tree]) -> int:
-    return sum(part.tokens for part in parts)
+def _tokens(trees: Sequence[Tree]) -> int:
+    return sum(tree.tokens for tree in trees)

@@ -1,4 +1,4 @@
-"""One readable line per response: for logs, for evaluation files, for people."""
+"""Records of responses in JSON types, for logs and evaluation files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lrlhf.rewards import CompletionText, RewardResult, TextSegment, completion_
 from lrlhf.rollout.responses import Run, prompt_token_ids, response_ids, response_runs
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.rollout.texts import ResponseView, token_texts
-from lrlhf.types import Episode, Experience, Prompt, PromptBatch, Rollout
+from lrlhf.types import Episode, Experience, PromptBatch, Rollout
 
 
 def rollout_records(
@@ -30,18 +30,11 @@ def rollout_records(
 ) -> list[dict[str, Any]]:
     """Describe each response in JSON types.
 
-    Args:
-        prompts: The unique prompts.
-        rollout: Their responses, rows of one prompt consecutive.
-        views: What is read of the responses.
-        rewards: What the rewards said.
-        tokenizer: Decodes the prompts.
-        sampling: Of the responses.
-        step: The iteration that the rollout belongs to.
-        weight_version: Of the policy, where the rollout does not tell.
+    ``prompts`` are unique, and rows of one prompt are consecutive in ``rollout``, whose
+    ``weight_version``, if any, takes precedence.
     """
     num_generations = len(rollout) // len(prompts)
-    places = prompts.places or ("",) * len(prompts)
+    sources = prompts.places or ("",) * len(prompts)
     media = prompts.media or (None,) * len(prompts)
     prompt_texts = _prompt_texts(prompts, rollout, tokenizer)
     episodes = rollout.episodes or (None,) * len(rollout)
@@ -50,28 +43,28 @@ def rollout_records(
     runs = response_runs(rollout, prompts)
     for row, view in enumerate(views):
         group = row // num_generations
-        shown = media[group]
         version = rollout.weight_version
-        episode = episodes[row]
+        episode, shown = episodes[row], media[group]
         records.append(
             {
                 "step": step,
-                **origin(places[group]),
+                **origin(sources[group]),
                 "group": group,
                 "prompt": prompt_texts[row],
-                **_messages(view.prompt),
+                # the messages of a chat, of which ``prompt`` is the rendering
+                **({} if isinstance(view.prompt, str) else {"messages": plain_json(view.prompt)}),
                 "completion": str(view.text),
-                **_given(view, runs[row]),
+                **_segments(view, runs[row]),
                 "token_ids": token_ids[row],
                 "score": plain_json(float(rewards.scores[row])),
                 "rewards": {
                     name: plain_json(float(rewards.per_function[row, column]))
                     for column, name in enumerate(rewards.names)
                 },
-                **_weights(rewards, row),
+                **_reward_weights(rewards, row),
                 "length": int(rollout.response_mask[row].sum()),
                 "finish_reason": "length" if bool(rollout.truncated[row]) else "stop",
-                **({} if episode is None else _played(episode)),
+                **({} if episode is None else _episode(episode)),
                 "weight_version": weight_version if version is None else int(version[row]),
                 **_versions(rollout, row),
                 "columns": plain_json(prompts.columns[group]),
@@ -79,14 +72,14 @@ def rollout_records(
                 "extras": {
                     name: plain_json(values[row]) for name, values in rewards.extras.items()
                 },
-                **how_drawn(sampling),
+                **sampling_options(sampling),
             }
         )
     return records
 
 
-def _given(view: ResponseView, runs: Sequence[Run]) -> dict[str, Any]:
-    """Tell what the policy was given from what it wrote, in letters and in tokens."""
+def _segments(view: ResponseView, runs: Sequence[Run]) -> dict[str, Any]:
+    """Distinguish sampled text and tokens from those that the policy did not write."""
     segments = [{"sampled": part.sampled, "text": part.text} for part in view.text.segments]
     if all(run.sampled for run in runs) and len(segments) < 2:
         return {}
@@ -97,30 +90,30 @@ def _given(view: ResponseView, runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def segments_of(record: Mapping[str, Any]) -> list[TextSegment]:
-    """Return the parts of a recorded response."""
-    known = record.get("segments") or [{"sampled": True, "text": record["completion"]}]
-    return [TextSegment(one["text"], one["sampled"]) for one in known]
+    """Return the segments of a recorded response."""
+    segments = record.get("segments") or [{"sampled": True, "text": record["completion"]}]
+    return [TextSegment(segment["text"], segment["sampled"]) for segment in segments]
 
 
 def written_text(record: Mapping[str, Any]) -> str:
-    """Return what the policy wrote of a recorded response, see `completion_text`."""
+    """Return the sampled text of a recorded response, see `completion_text`."""
     return completion_text(CompletionText(segments_of(record)))
 
 
 def written_ids(record: Mapping[str, Any]) -> list[int]:
-    """Return the token ids that the policy wrote of a recorded response."""
-    given = {place for span in record.get("given_tokens", ()) for place in range(*span)}
-    return [token for place, token in enumerate(record["token_ids"]) if place not in given]
+    """Return the sampled token ids of a recorded response."""
+    given = {index for span in record.get("given_tokens", ()) for index in range(*span)}
+    return [token for index, token in enumerate(record["token_ids"]) if index not in given]
 
 
-def how_drawn(sampling: Sampling) -> dict[str, Any]:
-    """Return what the probabilities of a response's tokens depend on beside the policy."""
+def sampling_options(sampling: Sampling) -> dict[str, Any]:
+    """Return the options that the probabilities of a response's tokens depend on."""
     hot = {"first_temperature": sampling.first_temperature, "first_top_k": sampling.first_top_k}
     return {"temperature": sampling.temperature, **(hot if sampling.starts_hot else {})}
 
 
-def _weights(rewards: RewardResult, row: int) -> dict[str, Any]:
-    """Return what each reward counts in the score; null: it was not asked."""
+def _reward_weights(rewards: RewardResult, row: int) -> dict[str, Any]:
+    """Return the weight of each reward in the score; null: it was not computed."""
     if rewards.weights is None:
         return {}
     weights = rewards.weights[row].tolist()
@@ -147,42 +140,36 @@ def _prompt_texts(
     return [text for text in texts for _ in range(num_generations)]
 
 
-def _played(episode: Episode) -> dict[str, Any]:
-    """Describe the turns of an episode."""
-    told: dict[str, Any] = {
+def _episode(episode: Episode) -> dict[str, Any]:
+    record: dict[str, Any] = {
         "finish_reason": episode.finish_reason,
         "turns": episode.turns,
         "episode": plain_json(episode.completion),
     }
     if episode.rewards is not None:
-        told["turn_rewards"] = plain_json(episode.rewards)
+        record["turn_rewards"] = plain_json(episode.rewards)
     if episode.failure:
-        told["failure"] = episode.failure
-    return told
+        record["failure"] = episode.failure
+    return record
 
 
 def _versions(rollout: Rollout, row: int) -> dict[str, Any]:
-    """Return how many tokens in a row each version of the weights has sampled, if several have."""
+    """Return runs of tokens by version of the weights, ``[version, count]``, if versions differ."""
     if rollout.token_versions is None:
         return {}
-    of_tokens = rollout.token_versions[row, rollout.response_mask[row]].tolist()
-    spans = [[version, len(list(tokens))] for version, tokens in groupby(of_tokens)]
+    versions = rollout.token_versions[row, rollout.response_mask[row]].tolist()
+    spans = [[version, len(list(tokens))] for version, tokens in groupby(versions)]
     return {"weight_versions": spans} if len(spans) > 1 else {}
 
 
-def _messages(prompt: Prompt) -> dict[str, Any]:
-    """Return the turns of a chat, of which ``prompt`` is what the template makes."""
-    return {} if isinstance(prompt, str) else {"messages": plain_json(prompt)}
-
-
 def origin(place: str) -> dict[str, Any]:
-    """Return source and row number of a place such as ``train.jsonl:17``; of none: nothing."""
+    """Return source and row number of a place such as ``train.jsonl:17``; empty: nothing."""
     source, _, row = place.rpartition(":")
     return {"source": source, "row": int(row)} if place else {}
 
 
 def plain_json(value: Any) -> Any:
-    """Turn a column's value into JSON types; what JSON cannot hold becomes its text."""
+    """Convert a column's value to JSON types; other types become text, NaN and infinity None."""
     if isinstance(value, Mapping):
         return {str(key): plain_json(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -194,27 +181,17 @@ def plain_json(value: Any) -> Any:
     return str(value)
 
 
-_DIGITS = 4
-
-
 def token_values(
     experience: Experience, row: int, token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, list[Any]]:
-    """Describe the tokens of a response, given ones included.
-
-    Args:
-        experience: Of this rank, before the update.
-        row: The response.
-        token_ids: Its tokens, the last ones of the row.
-        tokenizer: The policy's.
+    """Describe the tokens of a response, the last of a row, those that were not sampled included.
 
     Returns:
-        Lists with an entry per token: ``texts`` (see `token_texts`), and the values that the update
-        has: ``advantage``; ``engine_logprob``, of the weights and engine that sampled the token;
-        ``logprob``, of the policy before its update, where it was computed; ``ref_logprob``;
-        ``entropy``; ``value``; ``weight``, what the token's loss is multiplied by for the
-        difference between engine and trainer. Values have four digits; they are None for tokens
-        that were not sampled, and where they are not finite.
+        Lists with an entry per token: ``texts`` (see `token_texts`); ``advantage``;
+        ``engine_logprob``, by the engine and weights that sampled the token; ``logprob``, by the
+        policy before its update, where it was computed; ``ref_logprob``; ``entropy``; ``value``;
+        ``weight``, the importance weight for the difference between engine and trainer. Values
+        have four digits; they are None for tokens that were not sampled, and where not finite.
     """
     end = int(experience.attention_mask[row].nonzero().max()) + 1
     start = end - len(token_ids)
@@ -242,6 +219,6 @@ def token_values(
 
 def _rounded(values: Tensor, sampled: Sequence[bool]) -> list[float | None]:
     return [
-        float(f"{value:.{_DIGITS}g}") if counts and math.isfinite(value) else None
+        float(f"{value:.4g}") if counts and math.isfinite(value) else None
         for value, counts in zip(values.tolist(), sampled, strict=True)
     ]

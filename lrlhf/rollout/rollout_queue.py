@@ -1,9 +1,9 @@
-"""The responses of the next iterations, generated while the present one trains."""
+"""Asynchronous rollouts: responses of the next iterations, generated while one trains."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -13,10 +13,10 @@ import torch
 from lrlhf.background import in_background
 from lrlhf.rollout.engines.engine import RolloutEngine
 from lrlhf.rollout.engines.synced_engine import EngineFailure, without_recovery
-from lrlhf.rollout.episodes.scores import restored_episode, stored_episode
+from lrlhf.rollout.records import plain_json
 from lrlhf.rollout.responses import prompt_token_ids, repeated_media
 from lrlhf.rollout.sampling import Sampling
-from lrlhf.types import ROLLOUT_TENSORS, PromptBatch, Rollout
+from lrlhf.types import ROLLOUT_TENSORS, Episode, PromptBatch, Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -26,21 +26,16 @@ class _Pending(NamedTuple):
     """Token ids."""
     rollout: Future[Rollout]
 
-    @property
-    def usable(self) -> bool:
-        """Whether all of it has been generated."""
-        return self.rollout.done() and self.rollout.exception() is None
-
 
 class RolloutQueue:
-    """Generates whole batches beside the main thread, to be taken in the order of the iterations.
+    """Generates batches in background threads, to be taken in the order of the iterations.
 
-    A batch that is ready sooner than an earlier one waits for it. To train on what is ready first
-    would be to prefer short responses, and their groups, for as long as the policy changes.
+    A batch that is ready before an earlier one waits for it: training on the first that is ready
+    would prefer short responses.
 
     Args:
-        engine: A concurrent one, so that generation and training do not stand in each other's way.
-        max_staleness: Iterations that a batch may be begun ahead of its own.
+        engine: A concurrent engine, which generates while the trainer computes.
+        max_staleness: Iterations that a batch may be started ahead of its own.
     """
 
     def __init__(self, engine: RolloutEngine, max_staleness: int) -> None:
@@ -50,11 +45,11 @@ class RolloutQueue:
 
     @property
     def updates_in_flight(self) -> bool:
-        """Whether responses are in the making when the next weights are there."""
+        """Whether generation goes on while weights are pushed."""
         return self.max_staleness > 1
 
     def __contains__(self, step: int) -> bool:
-        """Whether what iteration ``step`` trains on was begun."""
+        """Whether generation for iteration ``step`` was started."""
         return step in self._pending
 
     def start(
@@ -66,10 +61,10 @@ class RolloutQueue:
         num_generations: int,
         seeds: Sequence[int],
     ) -> None:
-        """Begin to generate what iteration ``step`` trains on, with the engine as it is."""
+        """Start to generate the responses of iteration ``step``, with the engine's weights."""
 
         def generate() -> Rollout:
-            # the policy is being trained meanwhile: its weights are not to be pushed now
+            # the policy is trained meanwhile, so its weights must not be pushed
             with without_recovery():
                 return self._engine.generate(
                     prompts, sampling, num_generations=num_generations, seeds=seeds
@@ -86,31 +81,37 @@ class RolloutQueue:
         num_generations: int,
         any_rank: Callable[[bool], bool],
     ) -> Rollout | None:
-        """Wait for the responses of iteration ``step``, and forget those of earlier ones.
+        """Wait for the responses of iteration ``step``, and drop those of earlier ones.
 
         Args:
-            step: The iteration that is about to train.
+            step: The current iteration.
             prompts: Its prompts.
             num_generations: Responses per prompt.
-            any_rank: Whether a condition holds on any rank; all generate anew if one has to.
+            any_rank: Whether a condition holds on any rank; if one rank has to generate now, all
+                do.
 
         Returns:
-            None: nothing was begun, the engine failed, or the responses answer other prompts (the
-            data or the batch size changed on a resume). They are to be generated now.
+            None: to be generated now, as nothing was started, the engine failed, or the prompts
+            differ (the data or the batch size changed on a resume).
         """
         pending = self._pending.get(step)
-        self._pending = {later: one for later, one in self._pending.items() if later > step}
+        self._pending = {key: value for key, value in self._pending.items() if key > step}
         rollout, failed = None, False
         if pending is not None:
             try:
-                # one of a checkpoint was read to the CPU
+                # loaded from a checkpoint, it is on the CPU
                 rollout = pending.rollout.result().to(prompts.input_ids.device)
             except EngineFailure as failure:
                 logger.warning("%s; generating the responses again, with newer weights", failure)
                 failed = True
         if any_rank(failed):
-            # on all ranks: they push to a shared engine together
-            self._forget_failures()
+            # on all ranks, which push to a shared engine together, once no generation runs
+            self.wait()
+            self._pending = {
+                key: value
+                for key, value in self._pending.items()
+                if not isinstance(value.rollout.exception(), EngineFailure)
+            }
             self._engine.outdate()
         if rollout is not None and (
             pending is None
@@ -125,42 +126,35 @@ class RolloutQueue:
             return None
         return replace(rollout, media=repeated_media(prompts.media, num_generations))
 
-    def _forget_failures(self) -> None:
-        """Forget what the engine has failed at, when nothing is in the making any more."""
-        self.wait()
-        self._pending = {
-            step: one
-            for step, one in self._pending.items()
-            if not isinstance(one.rollout.exception(), EngineFailure)
-        }
-
     def wait(self) -> None:
-        """Wait until the engine is idle; what it generated stays."""
+        """Wait until the engine is idle; its responses stay."""
         for pending in self._pending.values():
-            # whatever went wrong there is told by `take`
-            pending.rollout.exception()
+            pending.rollout.exception()  # raised by `take`
 
     def drop(self) -> None:
-        """Wait, and forget what was generated."""
+        """Wait, and drop all responses."""
         self.wait()
         self._pending = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was generated ahead: the weights that sampled it will be gone.
+        """Return the responses generated ahead: a resumed run lacks the weights that sampled them.
 
-        Batches that are unfinished are left out where others would be in the making by the next
-        push: to wait for them would be to lose what the queue is for.
+        With updates in flight unfinished batches are left out, as waiting for them would stop the
+        pipeline.
         """
         if not self.updates_in_flight:
             self.wait()
-        finished = {step: one for step, one in self._pending.items() if one.usable}
         return {
             "max_staleness": self.max_staleness,
-            "pending": {step: _stored(one) for step, one in finished.items()},
+            "pending": {
+                step: _stored(pending)
+                for step, pending in self._pending.items()
+                if pending.rollout.done() and pending.rollout.exception() is None
+            },
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """Go on with what `state_dict` returned, unless it may be older than is allowed now."""
+        """Restore responses, unless ``max_staleness`` was larger than now."""
         if state["max_staleness"] > self.max_staleness:
             logger.warning(
                 "max_staleness was %d in the checkpoint and is %d now: generating its responses "
@@ -171,7 +165,7 @@ class RolloutQueue:
             return
         for step, stored in state["pending"].items():
             done: Future[Rollout] = Future()
-            episodes = stored["episodes"] and tuple(map(restored_episode, stored["episodes"]))
+            episodes = stored["episodes"] and tuple(map(_restored_episode, stored["episodes"]))
             done.set_result(Rollout(**stored["rollout"], episodes=episodes).to(device))
             self._pending[step] = _Pending(stored["prompts"], done)
 
@@ -180,11 +174,35 @@ def _stored(pending: _Pending) -> dict[str, Any]:
     rollout = pending.rollout.result()
     return {
         "prompts": pending.prompts,
-        # what it shows comes with the prompts again
+        # media come with the prompts again
         "rollout": {name: getattr(rollout, name) for name in ROLLOUT_TENSORS},
         # without the environments, which end with the process
-        "episodes": rollout.episodes and [stored_episode(one) for one in rollout.episodes],
+        "episodes": rollout.episodes
+        and [
+            {
+                "prompt": plain_json(episode.prompt),
+                "messages": plain_json(episode.messages),
+                "rewards": None if episode.rewards is None else list(episode.rewards),
+                "finish_reason": episode.finish_reason,
+                "failure": episode.failure,
+                "beside_calls": [[*call] for call in episode.beside_calls],
+            }
+            for episode in rollout.episodes
+        ],
     }
+
+
+def _restored_episode(stored: Mapping[str, Any]) -> Episode:
+    prompt, rewards = stored["prompt"], stored["rewards"]
+    return Episode(
+        prompt=prompt if isinstance(prompt, str) else tuple(prompt),
+        messages=tuple(stored["messages"]),
+        rewards=None if rewards is None else tuple(rewards),
+        finish_reason=stored["finish_reason"],
+        failure=stored["failure"],
+        # absent from checkpoints of earlier versions
+        beside_calls=tuple((number, text) for number, text in stored.get("beside_calls", ())),
+    )
 
 
 def _ids(prompts: PromptBatch) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""How responses are sampled."""
+"""Sampling options of responses."""
 
 from __future__ import annotations
 
@@ -10,32 +10,30 @@ _FORMATS = {"regex", "json", "choice", "grammar"}
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How an engine samples a response.
+    """Options with which an engine samples responses.
 
     Args:
         temperature: Divides the logits; 0 takes the most likely token.
         max_new_tokens: Longest response, the end-of-sequence token included.
-        min_new_tokens: No end-of-sequence token before so many.
+        min_new_tokens: Tokens before the first end-of-sequence token.
         top_p: Keep the smallest set of tokens with this much probability; 1 keeps all.
-        top_k: Keep this many of the likeliest tokens; 0 keeps all.
-        min_p: Drop tokens less likely than this fraction of the likeliest one; 0 keeps all.
-        repetition_penalty: Divides positive logits of tokens that prompt or response have already,
-            and multiplies negative ones (Keskar et al. 2019); 1 leaves all. Penalties make a
-            response come from another distribution than the policy's: they are for evaluation,
-            and refused where the policy is trained on the response.
-        presence_penalty: Taken off the logit of tokens that the response has already.
-        frequency_penalty: Taken off as often as it has them.
-        first_temperature: Temperature of a response's first token alone, such as 30, which makes
-            responses differ from their beginning (FIRE, Chen et al. 2024,
-            https://arxiv.org/abs/2410.21236); None: as the others. In training the advantages of
-            each response then have the weight that makes up for it.
-        first_top_k: Draw that token from this many of the likeliest ones; 0: from all.
-        structured: Format that vLLM holds responses to (structured output), as one of
-            ``{regex: …}``, ``{json: SCHEMA}``, ``{choice: [TEXT, …]}`` and ``{grammar: …}``; None:
-            any text. For evaluation alone, as penalties are.
+        top_k: Keep this many of the most likely tokens; 0 keeps all.
+        min_p: Drop tokens less likely than this fraction of the most likely one; 0 keeps all.
+        repetition_penalty: Divides positive logits of tokens of prompt and response, and multiplies
+            negative ones (Keskar et al. 2019); 1 changes nothing. Penalties change the sampling
+            distribution: they are for evaluation, and refused for training.
+        presence_penalty: Subtracted from the logit of tokens of the response.
+        frequency_penalty: Subtracted from it once per occurrence in the response.
+        first_temperature: Temperature of a response's first token alone, such as 30, for diversity
+            from the beginning (FIRE, Chen et al. 2024, https://arxiv.org/abs/2410.21236); None: no
+            difference. In training the advantages of each response are importance weighted.
+        first_top_k: Draw that token from this many of the most likely ones; 0: from all.
+        structured: Structured output of vLLM, as one of ``{regex: …}``, ``{json: SCHEMA}``,
+            ``{choice: [TEXT, …]}`` and ``{grammar: …}``; None: any text. For evaluation alone, as
+            penalties are.
         stop: Strings that end a response where they first appear. Their tokens stay part of it;
-            the text that rewards and logs get ends before them.
-        stop_in_text: Leave them in the text too, such as ``</answer>`` that a reward looks for.
+            the text for rewards and logs ends before them.
+        stop_in_text: Keep them in the text too, such as ``</answer>`` for a reward.
 
     Raises:
         ValueError: An option is out of its range.
@@ -102,27 +100,27 @@ class Sampling:
             )
 
     def at_most(self, tokens: int) -> Sampling:
-        """Return the same with at most so many new tokens."""
+        """Return a copy with at most ``tokens`` new tokens."""
         limit = min(tokens, self.max_new_tokens)
         least = min(self.min_new_tokens, limit)
         return replace(self, max_new_tokens=limit, min_new_tokens=least)
 
     def at_temperature(self, temperature: float) -> Sampling:
-        """Return the same at another temperature."""
+        """Return a copy with another temperature."""
         return replace(self, temperature=temperature)
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens can never be sampled, so that the policy is not what is sampled."""
+        """Whether some tokens have probability 0 under sampling, but not under the policy."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.min_new_tokens > 0
 
     @property
     def starts_hot(self) -> bool:
-        """Whether a response's first token comes from another distribution than the policy's."""
+        """Whether the first token has a sampling distribution of its own (FIRE)."""
         return self.first_temperature is not None
 
     @property
     def penalizes(self) -> bool:
-        """Whether probabilities depend on the tokens before otherwise than the policy's do."""
+        """Whether penalties change the distribution by the tokens before."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return penalties != (1.0, 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""Rollouts on disk: one safetensors file for each iteration and rank."""
+"""Stored rollouts: one safetensors file per iteration and rank."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _REQUIRED = {*ROLLOUT_TENSORS, "scores", "records"} - _OPTIONAL
 
 
 class RolloutFile(NamedTuple):
-    """A stored rollout, and where it comes from; sorts by iteration, then by rank."""
+    """Iteration, rank and path of a stored rollout, in sorting order."""
 
     step: int
     rank: int
@@ -46,7 +46,7 @@ def rollout_path(folder: Path, step: int, rank: int) -> Path:
 
 
 def rollout_files(folder: Path) -> list[RolloutFile]:
-    """List the stored rollouts of a folder, oldest first; files of other names are passed over."""
+    """List the stored rollouts of a folder, oldest first; other files are ignored."""
     if not folder.is_dir():
         return []
     matches = [(_NAME.fullmatch(path.name), path) for path in folder.iterdir()]
@@ -64,8 +64,8 @@ def save_rollout(
     """Write a rollout.
 
     Args:
-        target: A path, or a file that is open for writing bytes.
-        rollout: Its fields are written; a subclass's further fields are not.
+        target: A path, or a binary file.
+        rollout: The rollout; further fields of a subclass are not written.
         scores: `[B]`, NaN where no reward could score.
         records: One per row, of JSON types.
 
@@ -77,14 +77,13 @@ def save_rollout(
             f"a rollout of {len(rollout)} rows came with {len(scores)} scores and "
             f"{len(records)} records: give one of each per row"
         )
-    given = {name: getattr(rollout, name) for name in ROLLOUT_TENSORS} | {"scores": scores}
+    fields = {name: getattr(rollout, name) for name in ROLLOUT_TENSORS} | {"scores": scores}
     tensors = {
         # a copy: tensors that share memory are refused
         name: tensor.detach().to("cpu", copy=True).contiguous()
-        for name, tensor in given.items()
+        for name, tensor in {**fields, **_media_tensors(rollout)}.items()
         if tensor is not None
     }
-    tensors |= _media_tensors(rollout)
     try:
         lines = json.dumps([dict(record) for record in records], allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -109,8 +108,8 @@ def load_rollout(path: Path) -> StoredRollout:
         checksum = file.metadata().get("checksum")
     if checksum != _checksum(tensors):
         raise ValueError(
-            f"{path} is no whole rollout: it holds other bytes than were written; remove it, or "
-            "restore it from a copy"
+            f"{path} is no complete rollout: its checksum differs; remove it, or restore it from a "
+            "copy"
         )
     records = tuple(json.loads(bytes(tensors.pop("records").numpy())))
     media = _media_of(tensors)
@@ -119,10 +118,10 @@ def load_rollout(path: Path) -> StoredRollout:
 
 
 def load_group_ids(path: Path) -> Tensor:
-    """Read only which rows answer the same prompt, `[B]`; the file is known to be whole then.
+    """Read the group of each row, `[B]`, of a file with all tensors.
 
     Raises:
-        ValueError: As of `load_rollout`.
+        ValueError: See `load_rollout`.
     """
     with _opened(path) as (_, file):
         group_ids: Tensor = file.get_tensor("group_ids")
@@ -131,24 +130,24 @@ def load_group_ids(path: Path) -> Tensor:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[list[str], Any]]:
-    """Open a file, and make sure that it is whole and holds what a rollout has."""
+    """Open a file, and check its format and the names of its tensors."""
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
     try:
         with safe_open(path, framework="pt") as file:
             names = list(file.keys())
-            found = (file.metadata() or {}).get("format")
-            if found != FORMAT:
+            stored = (file.metadata() or {}).get("format")
+            if stored != FORMAT:
                 raise ValueError(
-                    f"{path} is no stored rollout: its format is {found!r}, not {FORMAT!r}; only "
+                    f"{path} is no stored rollout: its format is {stored!r}, not {FORMAT!r}; only "
                     "files that RolloutLog(save_tensors=True) wrote can be read"
                 )
             own = {name for name in names if not name.startswith(_MEDIA)}
             missing, unknown = sorted(_REQUIRED - own), sorted(own - _REQUIRED - _OPTIONAL)
             if missing or unknown:
                 raise ValueError(
-                    f"{path} is no whole rollout: tensors {missing} are missing and {unknown} are "
-                    "unknown; remove it, or restore it from a copy"
+                    f"{path} is no complete rollout: tensors {missing} are missing and {unknown} "
+                    "are unknown; remove it, or restore it from a copy"
                 )
             yield names, file
     except SafetensorError as error:
@@ -161,26 +160,25 @@ def _opened(path: Path) -> Iterator[tuple[list[str], Any]]:
 def _checksum(tensors: Mapping[str, Tensor]) -> str:
     checksum = 0
     for name, tensor in sorted(tensors.items()):
-        about = f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode()
-        checksum = zlib.crc32(about, checksum)
+        checksum = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), checksum)
         checksum = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, checksum)
     return f"{checksum:08x}"
 
 
 def _media_tensors(rollout: Rollout) -> dict[str, Tensor]:
-    """Return what rows show as tensors, each once; images themselves are not kept."""
+    """Return the media of rows as tensors, each once; images themselves are not stored."""
     if rollout.media is None:
         return {}
-    different = list({id(entry): entry for entry in rollout.media if entry is not None}.values())
-    places = {id(entry): index for index, entry in enumerate(different)}
-    rows = [-1 if entry is None else places[id(entry)] for entry in rollout.media]
+    distinct = list({id(entry): entry for entry in rollout.media if entry is not None}.values())
+    indices = {id(entry): index for index, entry in enumerate(distinct)}
+    rows = [-1 if entry is None else indices[id(entry)] for entry in rollout.media]
     described = [
         {"tokens": dict(entry.tokens), "names": entry.names, "prompt_ids": entry.prompt_ids}
-        for entry in different
+        for entry in distinct
     ]
     tensors = {
-        f"{_MEDIA}{index}.{key}": tensor.detach().to("cpu", copy=True).contiguous()
-        for index, entry in enumerate(different)
+        f"{_MEDIA}{index}.{key}": tensor
+        for index, entry in enumerate(distinct)
         for key, tensor in entry.tensors.items()
     }
     about = _bytes(json.dumps(described))
@@ -192,13 +190,13 @@ def _bytes(text: str) -> Tensor:
 
 
 def _media_of(tensors: dict[str, Tensor]) -> tuple[Media | None, ...] | None:
-    """Take what `_media_tensors` made out of the tensors of a file."""
+    """Remove what `_media_tensors` added from the tensors of a file, and return the media."""
     parts = {name: tensors.pop(name) for name in [*tensors] if name.startswith(_MEDIA)}
     if not parts:
         return None
     described = json.loads(bytes(parts.pop(f"{_MEDIA}about").numpy()))
     rows: list[int] = parts.pop(f"{_MEDIA}rows").tolist()
-    different = []
+    distinct = []
     for index, about in enumerate(described):
         prefix = f"{_MEDIA}{index}."
         own = {
@@ -207,7 +205,7 @@ def _media_of(tensors: dict[str, Tensor]) -> tuple[Media | None, ...] | None:
             if name.startswith(prefix)
         }
         names, prompt_ids = tuple(about["names"]), tuple(about["prompt_ids"])
-        different.append(
+        distinct.append(
             Media(tensors=own, tokens=about["tokens"], names=names, prompt_ids=prompt_ids)
         )
-    return tuple(None if row < 0 else different[row] for row in rows)
+    return tuple(None if row < 0 else distinct[row] for row in rows)

@@ -1,4 +1,8 @@
-"""Responses as text: for rewards, for logs, for people."""
+"""Decoding of responses to text, for rewards and logs.
+
+``prompts`` are the unique prompts, ``rollout`` has their responses, rows of one prompt consecutive,
+and ``tokenizer`` is the policy's.
+"""
 
 from __future__ import annotations
 
@@ -17,42 +21,35 @@ from lrlhf.types import Episode, Prompt, PromptBatch, Rollout
 
 _CONTEXT = 8
 _INCOMPLETE = "\ufffd"
-"""What a decoder writes for the first bytes of a letter."""
+"""What a decoder writes for the first bytes of a character."""
 _LONGEST = 16
-"""Tokens that are waited for until a letter is complete; what is longer is none."""
+"""Most tokens of one character; longer runs of incomplete bytes are none."""
 
 
 class ResponseView(NamedTuple):
-    """A response as everybody reads it who judges, counts, compares or records it."""
+    """A response as rewards, metrics and records read it."""
 
     prompt: Prompt
-    """That the policy read: of an episode with what its environment showed at the start, of an
-    agent the prompt that this asked first."""
+    """The policy's prompt: of an episode with the first observation of its environment, of an
+    agent its first prompt."""
     completion: Completion
-    """All that followed: text, or the turns of a chat. It knows what of it the policy wrote, says
-    each call once, and what a rewritten history repeats once too."""
+    """All that followed: text, or the turns of a chat, with the sampled parts marked. Calls, and
+    what a rewritten history repeats, are in it once."""
     text: CompletionText
     """The same as text."""
     token_ids: list[int]
-    """That the policy wrote."""
+    """The sampled tokens."""
 
 
 def response_views(
     prompts: PromptBatch, rollout: Rollout, texts: Sequence[CompletionText]
 ) -> list[ResponseView]:
-    """Return what is read of each response.
-
-    Args:
-        prompts: The unique prompts.
-        rollout: Their responses, rows of one prompt consecutive.
-        texts: Of the responses, see `response_texts`.
-    """
+    """Return a view of each response, of which `response_texts` returned the texts."""
     num_generations = len(rollout) // len(prompts)
     views = []
     rows = zip(texts, _episodes(rollout), response_ids(rollout, prompts), strict=True)
     for row, (text, episode, token_ids) in enumerate(rows):
-        given = prompts.prompts[row // num_generations]
-        prompt = given if episode is None else episode.prompt
+        prompt = prompts.prompts[row // num_generations] if episode is None else episode.prompt
         turns = None if episode is None else episode.completion
         completion = text if isinstance(prompt, str) else CompletionTurns(text, turns)
         views.append(ResponseView(prompt, completion, text, token_ids))
@@ -71,20 +68,13 @@ def response_texts(
 ) -> list[CompletionText]:
     """Decode each response, without special tokens and without the stop string that ended it.
 
-    A response that goes on a text is decoded behind the end of its prompt: decoders of
-    SentencePiece drop the space before the first word of what they are given, so that ``2 + 2 =``
-    and ``4`` would be put together without the one that the policy wrote. The answer to a chat is
-    a turn of its own, and begins a text.
+    The continuation of a text is decoded behind the end of its prompt: SentencePiece decoders drop
+    the space before the first word, so that ``2 + 2 =`` and ``4`` would be joined without the space
+    that the policy sampled. The answer to a chat is a turn of its own, and begins a text.
 
-    Episodes tell themselves what was said in which turn. A chat is its contents, a line apart,
-    without the marks that the template puts around them. Where the policy ended a turn of a plain
-    text with a stop string, this belongs to what is given behind it.
-
-    Args:
-        prompts: The unique prompts.
-        rollout: Their responses, rows of one prompt consecutive.
-        tokenizer: The policy's.
-        sampling: How they were sampled.
+    Turns of episodes come from their messages. A chat is the contents of its messages, separated by
+    newlines, without the template's markup. The stop string of a turn of a plain text belongs to
+    the observation behind it.
     """
     stops = () if sampling.stop_in_text else sampling.stop
     texts = []
@@ -100,55 +90,50 @@ def response_texts(
 
 
 def _contents(episode: Episode) -> Iterator[TextSegment]:
-    """Yield the turns of a chat, each with what was given before it."""
-    given = ""
+    """Yield the turns of a chat, each after the observations before it."""
+    observed = ""
     for message in episode.messages:
         if message["role"] != "assistant":
-            given += content_text(message.get("content")) + "\n"
+            observed += content_text(message.get("content")) + "\n"
             continue
         if message is not episode.messages[0]:
-            yield TextSegment("\n" + given, sampled=False)
+            yield TextSegment("\n" + observed, sampled=False)
         yield TextSegment(content_text(message.get("content")), sampled=True)
-        given = ""
-    if given:
-        yield TextSegment("\n" + given.removesuffix("\n"), sampled=False)
+        observed = ""
+    if observed:
+        yield TextSegment("\n" + observed.removesuffix("\n"), sampled=False)
 
 
 def _in_turns(text: CompletionText, episode: Episode) -> Iterator[TextSegment]:
-    """Cut a plain text where the turns of its episode begin and end."""
-    turns, left = iter(_turns_in_one_go(episode)), ""
+    """Divide a plain text at the beginnings and ends of the turns of its episode."""
+    observed, groups = "\n", list[list[str]]()
+    for message in episode.messages:
+        content = content_text(message.get("content"))
+        if message["role"] != "assistant":
+            observed += content
+            continue
+        if observed:  # else the turns follow each other in one segment
+            groups.append([])
+        groups[-1].append(content)
+        observed = ""
+    turns, remaining = iter(groups), ""
     for segment in text.segments:
         if not segment.sampled:
-            yield TextSegment(left + segment.text, sampled=False)
-            left = ""
+            yield TextSegment(remaining + segment.text, sampled=False)
+            remaining = ""
             continue
-        place = 0
+        position = 0
         for turn in next(turns, [segment.text]):
-            start = segment.text.find(turn, place)
-            if start < 0:  # letters whose bytes are in two turns
-                turn, start = segment.text[place:], place
-            if start > place:
-                yield TextSegment(segment.text[place:start], sampled=False)
+            start = segment.text.find(turn, position)
+            if start < 0:  # characters whose bytes are in two turns
+                turn, start = segment.text[position:], position
+            if start > position:
+                yield TextSegment(segment.text[position:start], sampled=False)
             yield TextSegment(turn, sampled=True)
-            place = start + len(turn)
-        left = segment.text[place:]
-    if left:
-        yield TextSegment(left, sampled=False)
-
-
-def _turns_in_one_go(episode: Episode) -> list[list[str]]:
-    """Return the turns of a plain text, those together between which nothing was given."""
-    given = "\n"
-    found: list[list[str]] = []
-    for message in episode.messages:
-        if message["role"] != "assistant":
-            given += content_text(message.get("content"))
-            continue
-        if given:
-            found.append([])
-        found[-1].append(content_text(message.get("content")))
-        given = ""
-    return found
+            position = start + len(turn)
+        remaining = segment.text[position:]
+    if remaining:
+        yield TextSegment(remaining, sampled=False)
 
 
 def text_ends(
@@ -158,45 +143,38 @@ def text_ends(
     texts: Sequence[CompletionText],
     ends: Sequence[Sequence[int]],
 ) -> list[list[int]]:
-    """Find the columns of the tokens that complete parts of the responses.
+    """Return the columns of the tokens that complete the first characters of the responses.
 
-    Args:
-        prompts: The unique prompts.
-        rollout: Their responses, rows of one prompt consecutive.
-        tokenizer: The policy's.
-        texts: Of each response, as `response_texts` decodes it.
-        ends: Of each response: numbers of its characters, above 0, that are complete at a token.
-            At the end of what the policy wrote in one go that is the last token of it, special ones
-            included.
+    ``texts`` are those of `response_texts`, and ``ends`` the numbers of characters of each
+    response, above 0. The end of a sampled segment is its last token, special ones included.
+
+    Raises:
+        ValueError: A number is 0, or larger than the text.
     """
     rows = zip(_undecoded(prompts, rollout, tokenizer), texts, ends, strict=True)
-    return [[_end_column(*row, text, end) for end in wanted] for row, text, wanted in rows]
+    return [[_end_column(*row, text, end) for end in own] for row, text, own in rows]
 
 
 def _end_column(
     decoder: _Decoder, ids: Sequence[int], runs: Sequence[Run], text: CompletionText, end: int
 ) -> int:
-    """Find the token that completes the first ``end`` characters of a response."""
-    untils = [*accumulate(len(segment.text) for segment in text.segments)]
-    place = bisect_left(untils, end)
-    origins = [segment.sampled for segment in text.segments]
+    """Return the column of the token that completes the first ``end`` characters."""
     if not 0 < end <= len(text):
         raise ValueError(
             f"a reward says that a step ends after {end} characters of a response of "
             f"{len(text)}: {str(text)[:60]!r}"
         )
-    if origins[: len(runs)] != [run.sampled for run in runs]:
-        # there are turns between which nothing was given
-        return _token_at(decoder, ids, Run(runs[0].start, runs[-1].end, sampled=True), end)
-    run = runs[min(place, len(runs) - 1)]  # a stop string may stand behind the last one
-    if end == untils[place]:
-        return run.end - 1
-    before = untils[place - 1] if place else 0
-    return _token_at(decoder.behind(ids[runs[0].start : run.start]), ids, run, end - before)
-
-
-def _token_at(decoder: _Decoder, ids: Sequence[int], run: Run, length: int) -> int:
-    """Find the token with which a run has so many letters, its last one at most."""
+    bounds = [*accumulate(len(segment.text) for segment in text.segments)]
+    index = bisect_left(bounds, end)
+    origins = [segment.sampled for segment in text.segments]
+    if origins[: len(runs)] != [run.sampled for run in runs]:  # turns without text in between
+        run, length = Run(runs[0].start, runs[-1].end, sampled=True), end
+    else:
+        run = runs[min(index, len(runs) - 1)]  # a stop string may be behind the last one
+        if end == bounds[index]:
+            return run.end - 1
+        length = end - (bounds[index - 1] if index else 0)
+        decoder = decoder.behind(ids[runs[0].start : run.start])
 
     def complete(column: int) -> int:
         return len(decoder.text(ids[run.start : column + 1]).rstrip(_INCOMPLETE))
@@ -207,21 +185,21 @@ def _token_at(decoder: _Decoder, ids: Sequence[int], run: Run, length: int) -> i
 def _undecoded(
     prompts: PromptBatch, rollout: Rollout, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[_Decoder, list[int], list[Run]]]:
-    """Go through what decodes each response, the tokens of its row, and its segments."""
+    """Yield the decoder of each response, the tokens of its row, and its runs."""
     num_generations = len(rollout) // len(prompts)
     starts = response_starts(rollout, prompts)
     rows = zip(response_runs(rollout, prompts), _episodes(rollout), strict=True)
     for row, (runs, episode) in enumerate(rows):
         ids = rollout.input_ids[row].tolist()
         prompt = prompts.prompts[row // num_generations] if episode is None else episode.prompt
-        goes_on = isinstance(prompt, str)
-        context = _end_of(ids[: starts[row]]) if goes_on else []
-        apart = episode is not None and not goes_on
+        continues = isinstance(prompt, str)
+        context = ids[: starts[row]][-_CONTEXT:] if continues else []
+        apart = episode is not None and not continues
         yield _Decoder(tokenizer, context, turns_apart=apart), ids, runs
 
 
 class TurnText(NamedTuple):
-    """What the policy wrote in one turn."""
+    """The text of one turn of the policy."""
 
     text: str
     """Without special tokens, and without the stop string that ended it."""
@@ -235,22 +213,10 @@ def turn_text(
     ids: Sequence[int],
     stops: Sequence[str],
 ) -> TurnText:
-    """Decode a turn of the policy's.
-
-    Args:
-        tokenizer: The policy's.
-        before: Tokens of the text that it goes on; none where it begins a text of its own.
-        ids: Of the turn.
-        stops: Strings one of which may have ended it, and is left out; none: it is kept.
-    """
-    decoder = _Decoder(tokenizer, _end_of(before))
+    """Decode a turn that continues the tokens ``before``, without a stop string at its end."""
+    decoder = _Decoder(tokenizer, list(before[-_CONTEXT:]))
     text = _before_stop(decoder, ids, stops) if stops else decoder.text(ids)
     return TurnText(text, decoder.text(ids, special=True))
-
-
-def _end_of(ids: Sequence[int]) -> list[int]:
-    """Return the last tokens, as many as a decoder may look back at."""
-    return list(ids[-_CONTEXT:])
 
 
 def _decoded(
@@ -258,21 +224,21 @@ def _decoded(
 ) -> CompletionText:
     """Decode the segments of a response, each behind those before it."""
     segments: list[TextSegment] = []
-    said = ""
+    before = ""
     for run in runs:
         so_far = ids[runs[0].start : run.end]
         last = run is runs[-1]
         text = _before_stop(decoder, so_far, stops) if last and stops else decoder.text(so_far)
-        # else the bytes of a letter are in two segments
-        behind = text.startswith(said)
-        own = text[len(said) :] if behind else decoder.text(ids[run.start : run.end])
+        # else the bytes of a character are in two segments
+        behind = text.startswith(before)
+        own = text[len(before) :] if behind else decoder.text(ids[run.start : run.end])
         segments.append(TextSegment(own, run.sampled))
-        said += own
+        before += own
     return CompletionText(segments)
 
 
 class _Decoder(NamedTuple):
-    """Turns what follows some tokens into text."""
+    """Decodes tokens that follow a context."""
 
     tokenizer: PreTrainedTokenizerBase
     context: list[int]
@@ -280,37 +246,40 @@ class _Decoder(NamedTuple):
     """Whether each turn begins a text of its own."""
 
     def behind(self, ids: Sequence[int]) -> _Decoder:
-        """Return what decodes that which follows these ids."""
-        return self if self.turns_apart else self._replace(context=_end_of([*self.context, *ids]))
+        """Return the decoder of tokens that follow ``ids``."""
+        if self.turns_apart:
+            return self
+        return self._replace(context=[*self.context, *ids][-_CONTEXT:])
 
     def text(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Return the text of ids that follow the context, on request with special tokens."""
-        before, whole = (
+        before, both = (
             str(self.tokenizer.decode(tokens, skip_special_tokens=not special))
             for tokens in (self.context, [*self.context, *ids])
         )
-        if whole.startswith(before):
-            return whole[len(before) :]
-        # the decoder rewrites what came before, such as spaces in front of a full stop
+        if both.startswith(before):
+            return both[len(before) :]
+        # the decoder rewrites the text before, such as spaces in front of a full stop
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=not special))
 
 
 def _before_stop(decoder: _Decoder, ids: Sequence[int], stops: Sequence[str]) -> str:
     """Return the text up to the stop string that the last token completes, if there is one.
 
-    A token may hold more than a piece of the stop string, and the string may be a special token.
+    A token may have more text than a part of the stop string, and the string may be a special
+    token.
     """
     full = decoder.text(ids, special=True)
     earlier = len(decoder.text(ids[:-1], special=True).rstrip(_INCOMPLETE))
-    places = [full.find(stop, max(0, earlier - len(stop) + 1)) for stop in stops]
-    if max(places) < 0:
+    positions = [full.find(stop, max(0, earlier - len(stop) + 1)) for stop in stops]
+    if max(positions) < 0:
         return decoder.text(ids)
-    end = min(place for place in places if place >= 0)
-    kept, said = len(ids), full
-    while len(said) > end or said.endswith(_INCOMPLETE):
-        kept -= 1
-        said = decoder.text(ids[:kept], special=True)
-    return decoder.text(ids[:kept]) + full[len(said) : end]
+    end = min(position for position in positions if position >= 0)
+    count, text = len(ids), full
+    while len(text) > end or text.endswith(_INCOMPLETE):
+        count -= 1
+        text = decoder.text(ids[:count], special=True)
+    return decoder.text(ids[:count]) + full[len(text) : end]
 
 
 def token_texts(
@@ -318,20 +287,15 @@ def token_texts(
 ) -> list[str]:
     """Decode tokens one by one, special ones included.
 
-    The bytes of a letter may be in several tokens: the last of them shows the letter, those before
-    it are empty. Joined, the texts are those of all tokens together.
-
-    Args:
-        tokenizer: The policy's.
-        before: Tokens of the text that they go on.
-        ids: The tokens.
+    Of a character with bytes in several tokens, the last has the text and the others are empty.
+    Joined, the texts are those of all tokens together, which continue the tokens ``before``.
     """
-    whole = [*before, *ids]
+    tokens = [*before, *ids]
     texts, begin = [], len(before)
-    for end in range(begin + 1, len(whole) + 1):
-        decoder = _Decoder(tokenizer, whole[max(0, begin - _CONTEXT) : begin])
-        text = decoder.text(whole[begin:end], special=True)
-        waits = text.endswith(_INCOMPLETE) and end - begin < _LONGEST and end < len(whole)
-        texts.append("" if waits else text)
-        begin = begin if waits else end
+    for end in range(begin + 1, len(tokens) + 1):
+        decoder = _Decoder(tokenizer, tokens[max(0, begin - _CONTEXT) : begin])
+        text = decoder.text(tokens[begin:end], special=True)
+        partial = text.endswith(_INCOMPLETE) and end - begin < _LONGEST and end < len(tokens)
+        texts.append("" if partial else text)
+        begin = begin if partial else end
     return texts

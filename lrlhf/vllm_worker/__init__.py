@@ -1,5 +1,4 @@
-"""What runs inside vLLM's own processes: receiving weights, and guarding the server.
+"""Code inside vLLM's processes: the receiver of weights, and the guard of the server.
 
-Beside vLLM it imports torch and safetensors only, so that a worker starts without the rest of the
-library.
+Besides vLLM it imports torch and safetensors only, so that workers start fast.
 """

@@ -1,4 +1,4 @@
-"""The methods that a vLLM worker gets through ``worker_extension_cls``."""
+"""Methods of vLLM workers, through ``worker_extension_cls``."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ TRANSFER_ENGINES = {
     "lrlhf_nccl": "NCCLEngine",
     "lrlhf_ipc": "IPCEngine",
 }
-"""Backends of vLLM's weight transfer, and the classes behind them."""
-
+"""Classes of the backends of vLLM's weight transfer."""
 
 LORA_UPDATES = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
-"""Without this variable of the environment a server loads no adapter."""
+"""Environment variable that allows a server to load adapters."""
 
 
 def register() -> None:
-    """Let vLLM know of the engines that receive weights."""
+    """Register the engines that receive weights with vLLM."""
     factory = importlib.import_module("vllm.distributed.weight_transfer")
     for name, engine in TRANSFER_ENGINES.items():
         factory.WeightTransferEngineFactory.register_engine(
@@ -34,14 +33,14 @@ def register() -> None:
         )
 
 
-if "vllm" in sys.modules:  # which imports this in its workers, before it looks for an engine
+if "vllm" in sys.modules:  # in a worker, before vLLM creates an engine
     register()
 
 
 class WeightReceiver:
-    """Tells of a worker what the trainer has to know, and loads weights inside one process.
+    """Describes a worker to the trainer, and loads weights in one process.
 
-    vLLM mixes it into its worker class, which has ``device``, ``model_runner``, ``vllm_config``,
+    A mixin of vLLM's worker class, which has ``device``, ``model_runner``, ``vllm_config``,
     ``weight_transfer_engine`` and ``reload_weights``.
     """
 
@@ -54,12 +53,12 @@ class WeightReceiver:
     _lrlhf_adapter: ReceivedAdapter
 
     def lrlhf_describe(self) -> dict[str, Any]:
-        """Tell the trainer what it needs to know of this engine."""
+        """Return the settings of this engine."""
         model = self.vllm_config.model_config
         served = model.served_model_name
         transfer = self.vllm_config.weight_transfer_config
         lora = self.vllm_config.lora_config
-        # inside the training process nothing has to be allowed
+        # inside the training process no permission is needed
         takes_adapters = transfer is None or os.environ.get(LORA_UPDATES) in ("1", "true")
         return {
             "model": served[0] if isinstance(served, list) else served or model.model,
@@ -73,31 +72,25 @@ class WeightReceiver:
         }
 
     def lrlhf_await_trainer(self) -> str | None:
-        """Get ready for a trainer, whatever one before left unfinished.
-
-        Returns:
-            Which GPU this worker has; None: it computes on the CPU.
-        """
+        """Reset an unfinished update, and return the worker's GPU; None: CPU."""
         self._weight_update_active = False
         if self.device.type != "cuda":
             return None
         return str(torch.cuda.get_device_properties(self.device).uuid)
 
     def lrlhf_arrived(self) -> dict[str, str]:
-        """Return the fingerprints of what the last weight transfer brought, by name."""
+        """Return the fingerprints of the last weight transfer by name."""
         arrived: dict[str, str] = self.weight_transfer_engine.arrived()
         return arrived
 
     def lrlhf_load(self, tensors: Fingerprinted) -> dict[str, str]:
-        """Load tensors of this process, of which the fingerprints are taken on the way.
-
-        Those of an adapter are kept aside.
+        """Load tensors of this process, and store those of an adapter.
 
         Returns:
-            The fingerprint of every tensor as it arrived, by name; as text.
+            The fingerprint of every tensor by name, as text.
         """
         self._lrlhf_adapter = ReceivedAdapter()
-        weights = self._lrlhf_adapter.apart(tensors)
+        weights = self._lrlhf_adapter.split(tensors)
         if weights is not None:
             self.reload_weights(weights_iterator=weights)
         arrived = as_text(tensors.seen)
@@ -106,11 +99,11 @@ class WeightReceiver:
         return arrived
 
     def lrlhf_write_adapter(self, token: str, settings: str) -> str:
-        """Write the adapter that came last to where vLLM can load it from, and return where."""
+        """Write the last adapter to a folder for vLLM, and return its path."""
         engine = getattr(self, "weight_transfer_engine", None)
         received = self._lrlhf_adapter if engine is None else engine.adapter
         return str(received.write(token, settings))
 
     def lrlhf_remove_adapter(self, token: str) -> None:
-        """Remove what `lrlhf_write_adapter` has written, once vLLM has loaded it."""
+        """Remove the folder of `lrlhf_write_adapter`."""
         shutil.rmtree(folder_of(token), ignore_errors=True)

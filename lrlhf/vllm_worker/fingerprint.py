@@ -1,4 +1,4 @@
-"""A number that tells whether two tensors hold the same bits."""
+"""Fingerprints of tensors: equal for equal bits, different for others with high probability."""
 
 from __future__ import annotations
 
@@ -13,19 +13,13 @@ _WORDS = {1: torch.uint8, 2: torch.int16}
 # 2^64 / golden ratio
 _MIX = -7046029254386353131
 
-_EVERY = 7
-_WHOLE = 2**18
-"""Words up to which a tensor is looked at whole; of larger ones it is every ``_EVERY``-th word."""
+_STRIDE = 7
+_COMPLETE = 2**18
+"""Most words of a tensor that all count; of larger ones every ``_STRIDE``-th word counts."""
 
 
 class Fingerprinted(Iterator[tuple[str, Tensor]]):
-    """Named tensors, of each of which the fingerprint is taken as it passes.
-
-    Args:
-        tensors: What it goes through, once.
-        turn: See `fingerprint`.
-        seen: Where fingerprints are noted by name; None: in a table of its own.
-    """
+    """Iterator over named tensors that records their fingerprints in ``seen``."""
 
     def __init__(
         self,
@@ -45,7 +39,7 @@ class Fingerprinted(Iterator[tuple[str, Tensor]]):
 
 
 def as_text(fingerprints: Mapping[str, Tensor]) -> dict[str, str]:
-    """Read fingerprints from the device, all at once; as text, which survives JSON."""
+    """Return fingerprints as text for JSON, with one transfer from the device."""
     if not fingerprints:
         return {}
     first = next(iter(fingerprints.values()))
@@ -55,44 +49,44 @@ def as_text(fingerprints: Mapping[str, Tensor]) -> dict[str, str]:
 
 @torch.no_grad()
 def fingerprint(tensor: Tensor, *, turn: int | None = None) -> Tensor:
-    """Sum the bits of a tensor in integer arithmetic that wraps around.
+    """Weighted sum of the bits of a tensor in wrapping integer arithmetic.
 
-    Words ``x`` have one, two or four bytes, as integers with a sign where they have more than one.
-    Word ``c`` of a row gives ``(x ^ ((x >> 15) & (2^17 - 1))) * weight(c)`` in 32 bits, and the sum
-    of row ``r``, in 64 bits, is multiplied by ``weight(r)``; a row has 2^16 words. Weights are odd
-    and follow no pattern, so one other bit always gives another sum, and a transposed, a shifted,
-    or an older tensor does too, but for a chance below 2^-15. It costs one pass over the memory,
-    runs on any device, and does not depend on the order in which a device adds. It is no defence
-    against someone who looks for a collision.
+    Words ``x`` have one, two or four bytes, as signed integers where they have more than one. Word
+    ``c`` of a row contributes ``(x ^ ((x >> 15) & (2^17 - 1))) * weight(c)`` in 32 bits, and the
+    sum of row ``r``, in 64 bits, is multiplied by ``weight(r)``; a row has 2^16 words. Weights are
+    odd and pseudorandom, so a single different bit always changes the sum, and a transposed,
+    shifted, or older tensor does except with a probability below 2^-15. It costs one pass over the
+    memory, runs on any device, and does not depend on the order of additions. It is not
+    cryptographic.
 
-    With a ``turn``, of a tensor of more than 2^18 words every seventh counts, and the first of them
-    moves on: one stretch of seven other words shows at once, and any single bit within seven turns.
+    With a ``turn``, every seventh word of a tensor of more than 2^18 words counts, with an offset
+    of ``turn``: seven consecutive different words are found at once, and any bit in seven turns.
 
     Args:
-        tensor: Any shape and type; a view in another memory layout gives the same number.
-        turn: Number of the push, which both sides have to agree on. None: every word counts.
+        tensor: Any shape and type; the memory layout does not matter.
+        turn: Number of the push, equal on both sides. None: every word counts.
 
     Returns:
-        One int64, on the device of the tensor, for which nothing is waited for.
+        One int64 on the device of the tensor, without synchronisation.
     """
     words = tensor.contiguous().view(-1).view(_WORDS.get(tensor.element_size(), torch.int32))
-    if turn is not None and len(words) > _WHOLE:
-        words = words[turn % _EVERY :: _EVERY].contiguous()
+    if turn is not None and len(words) > _COMPLETE:
+        words = words[turn % _STRIDE :: _STRIDE].contiguous()
     weights = _weights(_ROW, tensor.device).int()
-    whole = len(words) // _ROW * _ROW
-    # on a processor so few that they stay in the cache of a core
-    at_once = 4 if tensor.is_cpu else 256
-    parts = torch.split(words[:whole].view(-1, _ROW), at_once)
+    full = len(words) // _ROW * _ROW
+    # on a CPU few enough for the cache of a core
+    chunk = 4 if tensor.is_cpu else 256
+    parts = torch.split(words[:full].view(-1, _ROW), chunk)
     sums = [_row_sums(rows, weights) for rows in parts if len(rows)]
-    sums.append(_row_sums(words[None, whole:], weights[: len(words) - whole]))
+    sums.append(_row_sums(words[None, full:], weights[: len(words) - full]))
     rows = torch.cat(sums)
     return (rows * _weights(len(rows), tensor.device)).sum()
 
 
 def _row_sums(rows: Tensor, weights: Tensor) -> Tensor:
     words = rows.int()
-    # a product keeps no more than 32 bits: without their mark on lower bits the highest would not
-    # depend on the weight, and two turned signs would cancel
+    # products have 32 bits: without mixing into lower bits the highest would not depend on the
+    # weight, and two flipped signs would cancel
     mixed = words >> 15
     mixed &= 2**17 - 1
     mixed ^= words
@@ -102,11 +96,11 @@ def _row_sums(rows: Tensor, weights: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _weights(count: int, device: torch.device) -> Tensor:
-    # outside inference mode, whose tensors could not be used by others
+    # cached tensors must not be of inference mode
     with torch.inference_mode(False):
         mixed = torch.arange(1, count + 1, device=device) * _MIX
-        found = (mixed ^ (mixed >> 29)) * _MIX | 1
+        weights = (mixed ^ (mixed >> 29)) * _MIX | 1
     if device.type == "cuda":
-        # weights arrive on several streams, and another than this one may read it next
+        # another stream may read it next
         torch.cuda.current_stream(device).synchronize()
-    return found
+    return weights

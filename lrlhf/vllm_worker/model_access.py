@@ -1,4 +1,4 @@
-"""Who may talk to the server."""
+"""The token guard of the server, received adapters, and repairs of reloaded models."""
 
 from __future__ import annotations
 
@@ -23,12 +23,9 @@ _OPEN = ("/health", "/ping")
 
 
 class TokenGuard:
-    """ASGI middleware that asks for the token on every route but the health check.
+    """ASGI middleware that requires the token on every route but the health check.
 
-    vLLM's own check covers the OpenAI routes only, and not those that change weights.
-
-    Args:
-        app: What it guards.
+    vLLM's own check covers the OpenAI routes only, not those that change weights.
 
     Raises:
         RuntimeError: The environment has no token.
@@ -43,7 +40,7 @@ class TokenGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer 401."""
-        # the third type, lifespan, comes from the server itself
+        # the third type, lifespan, is internal
         if scope["type"] in ("http", "websocket") and scope["path"] not in _OPEN:
             shown = dict(scope["headers"]).get(b"authorization", b"")
             if not secrets.compare_digest(shown, self._expected):
@@ -58,37 +55,34 @@ class TokenGuard:
 
 
 PREFIX = "base_model.model."
-"""What the names of an adapter's tensors begin with, and those of no other weights."""
+"""Prefix of the names of an adapter's tensors."""
 
 
 class ReceivedAdapter:
-    """Keeps the tensors of an adapter that arrive before the weights of a model."""
+    """Stores the tensors of an adapter that arrive before the weights of a model."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, Tensor] = {}
 
-    def apart(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]] | None:
-        """Keep what is an adapter's, and return the rest; None: there is no more."""
-        rest = self._rest(tensors)
-        first = next(rest, None)
-        return None if first is None else chain([first], rest)
+    def split(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]] | None:
+        """Store the tensors of an adapter, and return the others; None: there are none."""
 
-    def _rest(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in tensors:
-            if name.startswith(PREFIX):
-                # a copy: the buffer that it lies in is used again
-                self._tensors[name] = tensor.to("cpu", copy=True)
-            else:
-                yield name, tensor
+        def others() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in tensors:
+                if name.startswith(PREFIX):
+                    # a copy, as its buffer is used again
+                    self._tensors[name] = tensor.to("cpu", copy=True)
+                else:
+                    yield name, tensor
+
+        remaining = others()
+        first = next(remaining, None)
+        return None if first is None else chain([first], remaining)
 
     def write(self, token: str, settings: str) -> Path:
-        """Write the adapter into a folder as PEFT would, and forget it.
+        """Write the adapter into a folder in PEFT's format, and drop it.
 
         Workers of one machine may write the same one at the same time.
-
-        Args:
-            token: Names the folder.
-            settings: What ``adapter_config.json`` says.
         """
         folder = folder_of(token)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -105,10 +99,10 @@ class ReceivedAdapter:
 
 
 def folder_of(token: str) -> Path:
-    """Return where an adapter is written for vLLM to read, which removes nothing of it.
+    """Return the folder of an adapter.
 
     Raises:
-        ValueError: The token could lead elsewhere.
+        ValueError: The token is not alphanumeric, so the path could leave the temporary folder.
     """
     if not token.isalnum():
         raise ValueError("the token of an adapter has other characters than letters and digits")
@@ -116,17 +110,17 @@ def folder_of(token: str) -> Path:
 
 
 def repair(model: nn.Module, vllm_config: Any, device: torch.device) -> None:
-    """Make a model whole whose weights have been replaced."""
+    """Restore the state of a model that vLLM does not restore when weights are replaced."""
     _restore_normalization(model, vllm_config)
     if device.type == "cpu":
         _repack(model)
 
 
 def forget_broken_update(model: nn.Module) -> None:
-    """Forget what an update that broke off had loaded of a layer.
+    """Clear the state of an aborted update.
 
-    vLLM counts the numbers that a layer was given, and takes it for whole too early if those of an
-    update before are among them (0.29 to 0.32).
+    vLLM counts the loaded numbers of a layer, and completes it too early if those of an aborted
+    update are among them (0.29 to 0.32).
     """
     source = importlib.import_module("vllm.model_executor.model_loader.reload.layerwise")
     for layer in model.modules():
@@ -136,10 +130,10 @@ def forget_broken_update(model: nn.Module) -> None:
 
 
 def _restore_normalization(model: nn.Module, vllm_config: Any) -> None:
-    """Give the model back the mean and deviation by which it normalises pixels.
+    """Restore mean and deviation of the pixel normalisation.
 
     They come from the processor, and a start without weights overwrites them with random numbers,
-    as it does with all that a checkpoint would bring (vLLM 0.32).
+    like all weights of a checkpoint (vLLM 0.32).
     """
     name = "vllm.model_executor.layers.fusion.mm_input_norm"
     try:
@@ -157,15 +151,15 @@ def _restore_normalization(model: nn.Module, vllm_config: Any) -> None:
 
 
 def _repack(model: nn.Module) -> None:
-    """Build the CPU kernels' own copy of weights that a reload left behind.
+    """Pack the weights for CPU kernels that a reload does not pack.
 
-    vLLM keeps Linear weights packed for its CPU kernels. Reloading packs them anew, except those
-    of an output layer that is tied to the embedding, which would go on computing with the old ones
-    (vLLM 0.27 to 0.32).
+    vLLM packs Linear weights for its CPU kernels. A reload packs them again, except those of an
+    output layer that is tied to the embedding, which would compute with the old ones (vLLM 0.27 to
+    0.32).
     """
     module: Any
     for module in model.modules():
-        # its own: a layer that adapters are added to shows those of the one inside it too
+        # not `module.weight`: a layer with adapters returns those of its base layer
         weight = module._parameters.get("weight")
         if isinstance(weight, Tensor) and weight.numel() > 0 and hasattr(module, "cpu_linear"):
             module.quant_method.process_weights_after_loading(module)

@@ -1,4 +1,4 @@
-"""vLLM's CPU worker where ranks of a trainer, and no processes of vLLM's, share a model."""
+"""vLLM's CPU worker for tensor parallelism over the ranks of a trainer."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 
 class RankWorker(CPUWorker):  # type: ignore[misc]
-    """Talks to the workers of the other ranks over gloo.
+    """Communicates with the workers of other ranks over gloo.
 
-    On one machine vLLM would go through shared memory, whose name is the same for all runs, so that
-    two would mix up their numbers, and stays behind if a run is killed. It also waits for a rank
-    that is gone for ever, with all of a core, where gloo fails at once (0.32).
+    vLLM would use shared memory on one machine, with one name for all runs, so that concurrent runs
+    would mix their data, and a killed run would leave it. It also waits forever, with a busy core,
+    for a rank that is gone, where gloo fails at once (0.32).
     """
 
     def init_device(self) -> None:
-        # the shared memory is named by it, and is taken only if all ranks name it alike
+        # the name of the shared memory, which is used only if it is equal on all ranks
         self.distributed_init_method = f"env://{os.getpid()}"
         super().init_device()

@@ -1,6 +1,6 @@
-"""The receiving ends of vLLM's weight transfer, as a worker has them.
+"""The receivers of vLLM's weight transfer in a worker.
 
-vLLM makes one of them with the worker's model; see `register` in `lrlhf.vllm_worker.extension`.
+vLLM creates one with the worker's model; see `register` in `lrlhf.vllm_worker.extension`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from lrlhf.vllm_worker.gloo import GlooGroup, buckets, join_store, size_of, unpa
 from lrlhf.vllm_worker.model_access import ReceivedAdapter, forget_broken_update, repair
 
 
-class Noting:
-    """Notes the fingerprint of every tensor as it arrives, and keeps those of an adapter aside.
+class RecordingReceiver:
+    """Records the fingerprint of every received tensor, and stores those of an adapter.
 
-    What the trainer says has fields that vLLM does not know: ``trainer``, a token of its own, and
-    of an update the ``turn``, see `fingerprint`.
+    Requests have fields besides vLLM's: ``trainer``, a token, and for updates the ``turn``, see
+    `fingerprint`.
     """
 
     device: Any
@@ -41,22 +41,22 @@ class Noting:
     adapter: ReceivedAdapter
 
     def start_weight_update(self) -> None:
-        """Begin with nothing noted, and leave the model alone: its weights may stay."""
+        """Clear the records; the model is prepared by the first of its weights."""
         self._seen, self._begun, self.adapter = {}, False, ReceivedAdapter()
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
-        """Remember who connects."""
+        """Store the trainer's token."""
         known = dict(init_dict)
         self._trainer = known.pop("trainer")
         return super().parse_init_info(known)  # type: ignore[misc]
 
     def init_transfer_engine(self, init_info: Any) -> None:
-        """Connect to a trainer, and leave the one before."""
+        """Connect to a trainer, and disconnect from the one before."""
         self.shutdown()  # type: ignore[attr-defined]
         super().init_transfer_engine(init_info)  # type: ignore[misc]
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> Any:
-        """Refuse who is not connected: nothing would come from where tensors are awaited."""
+        """Raise ``RuntimeError`` for a trainer that is not connected, which could not send."""
         known = dict(update_dict)
         self._turn = known.pop("turn")
         if known.pop("trainer") != self._trainer:
@@ -64,17 +64,17 @@ class Noting:
         return super().parse_update_info(known)  # type: ignore[misc]
 
     def receive_weights(self, update_info: Any) -> None:
-        """Receive tensors through vLLM's own engine, which only calls ``model.load_weights``."""
+        """Receive tensors through vLLM's engine, which only calls ``model.load_weights``."""
         model = self.model
 
         def load(tensors: Any) -> Any:
-            noted = Fingerprinted(tensors, turn=self._turn, seen=self._seen)
-            weights = self.adapter.apart(noted)
+            recorded = Fingerprinted(tensors, turn=self._turn, seen=self._seen)
+            weights = self.adapter.split(recorded)
             if weights is None:
                 return None
             if not self._begun:
                 self._begun, self.model = True, model
-                super(Noting, self).start_weight_update()  # type: ignore[misc]
+                super(RecordingReceiver, self).start_weight_update()  # type: ignore[misc]
                 forget_broken_update(model)
             return model.load_weights(weights)
 
@@ -82,14 +82,14 @@ class Noting:
         try:
             super().receive_weights(update_info)  # type: ignore[misc]
         except BaseException:
-            # the trainer would wait for a worker that takes nothing any more
+            # else the trainer would wait for this worker
             self.shutdown()  # type: ignore[attr-defined]
             raise
         finally:
             self.model = model
 
     def finish_weight_update(self) -> None:
-        """Finish, and mend what vLLM leaves behind, where the model was given weights."""
+        """Finish, and repair the model if it received weights."""
         if self._begun:
             super().finish_weight_update()  # type: ignore[misc]
             repair(self.model, self.vllm_config, self.device)
@@ -101,21 +101,20 @@ class Noting:
 
 @dataclass(kw_only=True)
 class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Where a worker finds the trainer."""
+    """Options of a receiver; see `GlooGroup`."""
 
     host: str
     port: int
     token: str
     size: int
-    """Trainer and workers, of all servers."""
+    """Number of members: the trainer and the workers of all servers."""
     rank_offset: int
-    """Of the first worker of this server."""
+    """Rank of the first worker of this server."""
     timeout: float
-    """Seconds that they may wait for each other."""
 
 
 class GlooReceiver(NCCLWeightTransferEngine):  # type: ignore[misc]
-    """Receives through gloo what the NCCL engine receives through NCCL."""
+    """Receives through gloo, with the protocol of the NCCL engine."""
 
     init_info_cls = GlooInitInfo
     model_update_group: GlooGroup | None
@@ -137,7 +136,7 @@ class GlooReceiver(NCCLWeightTransferEngine):  # type: ignore[misc]
         )
 
     def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
-        """Load one bucket after the other."""
+        """Load bucket by bucket."""
         if self.model_update_group is None:
             raise RuntimeError("the trainer's connection is gone")
         self.model.load_weights(self._received(update_info))
@@ -157,18 +156,18 @@ class GlooReceiver(NCCLWeightTransferEngine):  # type: ignore[misc]
             start = end
 
 
-class GlooEngine(Noting, GlooReceiver):
-    """Gloo, noting what arrives."""
+class GlooEngine(RecordingReceiver, GlooReceiver):
+    """Receiver for gloo."""
 
 
-class NCCLEngine(Noting, NCCLWeightTransferEngine):  # type: ignore[misc]
-    """NCCL, noting what arrives."""
+class NCCLEngine(RecordingReceiver, NCCLWeightTransferEngine):  # type: ignore[misc]
+    """Receiver for NCCL."""
 
 
-class IPCEngine(Noting, IPCWeightTransferEngine):  # type: ignore[misc]
-    """CUDA IPC, noting what arrives."""
+class IPCEngine(RecordingReceiver, IPCWeightTransferEngine):  # type: ignore[misc]
+    """Receiver for CUDA IPC."""
 
     def finish_weight_update(self) -> None:
-        """Finish, and give the trainer its memory back, also after an adapter alone."""
+        """Finish, and release the trainer's memory, also after an adapter alone."""
         super().finish_weight_update()
         self._packed_importer.close()

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lrlhf.rollout import EngineFailure, Sampling, VLLMServerEngine
-from lrlhf.rollout.responses import untold_prompts
-from lrlhf.rollout.vllm.fleet import Traffic
+from lrlhf.rollout.responses import token_prompts
+from lrlhf.rollout.vllm.dispatch import Traffic
 from tests.conftest import build_language_model, build_tokenizer
 from tests.rollout.copy_engine import CopyEngine
 
@@ -38,7 +38,7 @@ def process(rank: int, folder: Path) -> None:
     engine = SharedEngine(fail={"respond": [1]} if rank == 1 else {})
     engine.attach(build_language_model(tokenizer), tokenizer)
     engine.push(0)
-    prompts = untold_prompts([tokenizer("hi")["input_ids"]])
+    prompts = token_prompts([tokenizer("hi")["input_ids"]])
 
     def generate(tokens: int) -> torch.Tensor:
         sampling = Sampling(max_new_tokens=tokens)

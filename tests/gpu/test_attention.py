@@ -39,7 +39,7 @@ from lrlhf.models.sharding import device_of
 from lrlhf.modules import PPO, RLOO, Critic
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Sampling
-from lrlhf.rollout.engines.token_sampler import _cumulated
+from lrlhf.rollout.engines.token_sampler import _cumsum
 from lrlhf.types import SequenceBatch
 from tests.models.families import seeded
 from tests.models.test_forks import BATCH as FORKS
@@ -328,7 +328,7 @@ def test_whole_numbers_are_cumulated_where_cuda_refuses_fractions() -> None:
     torch.use_deterministic_algorithms(True)
     with pytest.raises(RuntimeError, match="cumsum"):
         numbers.cuda().cumsum(dim=1)
-    assert_close(_cumulated(numbers.cuda()).cpu(), expected, rtol=0, atol=1e-12)
+    assert_close(_cumsum(numbers.cuda()).cpu(), expected, rtol=0, atol=1e-12)
 
 
 # ------------------------------------------------------------------ devices

@@ -48,7 +48,7 @@ def pair(
 
 
 @pytest.mark.gpu_lines(
-    "lrlhf.rollout.vllm.server",
+    "lrlhf.rollout.vllm.servers",
     "lrlhf.rollout.vllm.server_engine",
     "lrlhf.rollout.vllm.transfer",
 )

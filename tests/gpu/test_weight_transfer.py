@@ -225,7 +225,7 @@ def test_a_server_that_fails_in_a_push_is_started_again_in_time(
 
 @pytest.mark.gpu_lines(
     "lrlhf.rollout.vllm.inprocess_engine",
-    "lrlhf.rollout.vllm.support",
+    "lrlhf.rollout.vllm.vllm_base",
     "lrlhf.vllm_worker.model_access",
 )
 @pytest.mark.vllm

@@ -81,7 +81,7 @@ def _measure(row: Row, folder: Path) -> None:
     row["trains"] = _answer(lambda: _trains(plain))
     engine = TransformersEngine()
     row["exact"] = _answer(lambda: _is_exact(plain, engine))
-    row["shares prompts"] = "yes" if engine._way.shares_prompts else ""
+    row["shares prompts"] = "yes" if engine._mode.shares_prompts else ""
     row["exports"] = _answer(lambda: _exports(plain, folder / "export"))
     row["vLLM names"] = _answer(lambda: _has_names_of(plain, folder / "export"))
     row["LoRA"] = _answer(lambda: _adapters_export(source, folder / "adapted"))

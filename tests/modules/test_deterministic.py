@@ -7,7 +7,7 @@ import torch
 
 from lrlhf.modules import Update
 from lrlhf.rollout import Sampling
-from lrlhf.rollout.engines.token_sampler import _cumulated, _TopP
+from lrlhf.rollout.engines.token_sampler import _cumsum, _TopP
 from tests.modules.policy_runs import moved
 from tests.modules.reward_runs import ONE_HEAD, fit_pairs
 from tests.refused_ops import refusing
@@ -62,7 +62,7 @@ def test_sums_of_whole_numbers_pick_the_same_tokens() -> None:
     expected = logprobs.double().exp().cumsum(-1)
     kept = _TopP(0.8)(torch.empty(0), logprobs)
     with refusing():
-        assert (_cumulated(logprobs.double().exp()) - expected).abs().max() < 1e-12
+        assert (_cumsum(logprobs.double().exp()) - expected).abs().max() < 1e-12
         found = _TopP(0.8)(torch.empty(0), logprobs)
     assert torch.equal(found, kept)
     assert 0 < int(found.isinf().sum()) < found.numel()

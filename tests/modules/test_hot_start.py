@@ -14,7 +14,7 @@ from lrlhf.modules.metrics.metric_sums import MetricSums
 from lrlhf.modules.policy.experience import _weighed, as_experience
 from lrlhf.rollout import Capabilities, Sampling, TransformersEngine
 from lrlhf.rollout.engines.token_sampler import TokenSampler
-from lrlhf.rollout.vllm.support import sampling_arguments
+from lrlhf.rollout.vllm.vllm_base import sampling_arguments
 from lrlhf.types import Experience
 from tests.modules.policy_runs import moved, sgd
 from tests.modules.test_policy_objective import loss_of, rollout_of

@@ -18,7 +18,7 @@ from lrlhf.modules.policy.sample import Sampler, informative_groups
 from lrlhf.modules.settings import Advantage
 from lrlhf.rewards import RewardResult
 from lrlhf.rollout import Collected, collect_different
-from lrlhf.rollout.responses import untold_prompts
+from lrlhf.rollout.responses import token_prompts
 from lrlhf.types import Rollout
 
 NAN = float("nan")
@@ -130,7 +130,7 @@ def test_sampling_and_the_logged_share_ask_the_same() -> None:
         )
         asks = Sampler._informative.__get__(SimpleNamespace(_settings=settings))
         found = collect_different(
-            untold_prompts([[1]]),
+            token_prompts([[1]]),
             lambda *_: one,
             wanted=1,
             num_generations=2,

@@ -13,7 +13,7 @@ from lrlhf.models.teacher import TeacherModel
 from lrlhf.modules import PPO, RLOO, DynamicSampling, Teacher
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Capabilities, Sampling
-from lrlhf.rollout.responses import untold_prompts
+from lrlhf.rollout.responses import token_prompts
 from lrlhf.types import SequenceBatch
 from tests.conftest import build_language_model, byte_tokenizer
 from tests.modules import test_episode_runs as episodes
@@ -159,7 +159,7 @@ def test_a_teacher_reads_episodes_that_end_with_the_engines_context(
     language_model, tokenizer, tmp_path: Path
 ) -> None:
     folder = saved(tokenizer, tmp_path / "teacher", max_position_embeddings=20)
-    engine, prompts = Limited(), untold_prompts([[70] * 8])
+    engine, prompts = Limited(), token_prompts([[70] * 8])
     module = episodes.build(
         RLOO, language_model, tokenizer, rewards=None, engine=engine, teacher=Teacher(model=folder)
     )

@@ -94,7 +94,7 @@ def test_a_rollout_that_was_stored_without_its_hot_temperature_is_not_called_tru
     def as_before(sampling: Sampling) -> dict[str, Any]:
         return {"temperature": sampling.temperature}
 
-    monkeypatch.setattr("lrlhf.rollout.records.how_drawn", as_before)
+    monkeypatch.setattr("lrlhf.rollout.records.sampling_options", as_before)
     _, data = stored(ppo(sampling=HOT))
     culprit = "does not tell how its first tokens were drawn: if hot, .*: sample and store it anew"
     with pytest.raises(ValueError, match=culprit):

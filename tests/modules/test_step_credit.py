@@ -19,7 +19,7 @@ from lrlhf.modules import PPO, RLOO, Advantage
 from lrlhf.modules.policy.experience import UNSCALED, as_experience, compute_advantages
 from lrlhf.rewards import ProcessReward, RewardFunction, Rewards, StepReward, StepValues
 from lrlhf.rollout import Collector, Response, Sampling, TransformersEngine, assemble_rollout
-from lrlhf.rollout.responses import untold_prompts
+from lrlhf.rollout.responses import token_prompts
 from lrlhf.types import Rollout
 from tests.conftest import build_language_model
 from tests.modules.policy_runs import one_process
@@ -48,7 +48,7 @@ class Lines(RewardFunction):
 
 def collected(tokenizer: Any, ids: Sequence[Sequence[int]], *rewards: Any) -> Rollout:
     """Responses of these tokens to the prompt "p", scored."""
-    prompts = untold_prompts([tokenizer("p")["input_ids"]])
+    prompts = token_prompts([tokenizer("p")["input_ids"]])
     said = [torch.tensor(own) for own in ids]
     rollout = assemble_rollout(
         prompts,
@@ -100,7 +100,7 @@ def test_a_token_that_holds_the_end_and_more_ends_the_step() -> None:
     )
     found = []
     for said in (["A", f".{newline}", "B", "C"], ["A", f".{newline}B", "C"]):
-        prompts = untold_prompts([tokenizer.convert_tokens_to_ids(["p"])])
+        prompts = token_prompts([tokenizer.convert_tokens_to_ids(["p"])])
         ids = torch.tensor(tokenizer.convert_tokens_to_ids(said))
         response = Response.sampled(ids, torch.zeros(len(ids)), truncated=False)
         rollout = assemble_rollout(prompts, [response], num_generations=1, pad_id=0)

@@ -19,7 +19,7 @@ from lrlhf.rollout import (
     responses_of,
 )
 from lrlhf.rollout.engines.synced_engine import Request
-from lrlhf.rollout.responses import untold_prompts
+from lrlhf.rollout.responses import token_prompts
 from lrlhf.vllm_worker.fingerprint import Fingerprinted, fingerprint
 
 
@@ -137,8 +137,8 @@ class CopyEngine(SyncedEngine):
         assert self._tokenizer is not None
         drawer = TransformersEngine()
         drawer.attach(self._cached, self._tokenizer)
-        drawer._tried = self._cached  # the trial is not what is tested with it
-        asked = untold_prompts(prompts)
+        drawer._tried_policy = self._cached  # the trial is not what is tested with it
+        asked = token_prompts(prompts)
         rollout = drawer.generate(
             asked, sampling, num_generations=1, seeds=[request.seed for request in requests]
         )

@@ -18,7 +18,7 @@ from lrlhf.environments import Episodes
 from lrlhf.rewards import RewardError, Rewards
 from lrlhf.rollout import Sampling
 from lrlhf.rollout.episodes.episode_engine import EpisodeEngine
-from lrlhf.rollout.responses import untold_prompts
+from lrlhf.rollout.responses import token_prompts
 from lrlhf.types import PromptBatch, Rollout
 from tests.conftest import build_tokenizer
 from tests.environments.agents.policy import ADD
@@ -46,9 +46,7 @@ def prompts_of(count: int) -> PromptBatch:
     prompts = tuple(({"role": "user", "content": f"from {row}"},) for row in range(count))
     chat = ChatFormat(TOKENIZER)
     texts = [chat.render(one, {}, prompt=True) for one in prompts]
-    rows = untold_prompts(
-        [TOKENIZER(text, add_special_tokens=False)["input_ids"] for text in texts]
-    )
+    rows = token_prompts([TOKENIZER(text, add_special_tokens=False)["input_ids"] for text in texts])
     return PromptBatch(
         input_ids=rows.input_ids,
         attention_mask=rows.attention_mask,

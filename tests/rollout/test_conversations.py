@@ -15,7 +15,7 @@ from lrlhf.rollout import (
     continued_prompts,
     responses_of,
 )
-from lrlhf.rollout.responses import untold_prompts
+from lrlhf.rollout.responses import token_prompts
 from tests.conftest import build_language_model, build_tokenizer
 
 TOKENIZER = build_tokenizer()
@@ -36,7 +36,7 @@ def conversation(
     """
     engine = TransformersEngine(max_batch_size)
     engine.attach(model, TOKENIZER)
-    prompts = untold_prompts([[10, 11, 12, 13, 14], [20, 21]])
+    prompts = token_prompts([[10, 11, 12, 13, 14], [20, 21]])
     columns: list[int] = []
     with engine.conversation() if keeps else nullcontext():
         rollout = engine.generate(prompts, SAMPLING, num_generations=3, seeds=range(6))
@@ -52,7 +52,9 @@ def conversation(
         )
         for turn in (1, 2):
             rows = [row for row in rows if not (turn == 2 and row in drop)]
-            given = [responses[row].given(torch.tensor([30 + row] * (1 + row % 3))) for row in rows]
+            given = [
+                responses[row].with_tokens(torch.tensor([30 + row] * (1 + row % 3))) for row in rows
+            ]
             every = prompts.select(torch.tensor([row // 3 for row in rows]))
             asked = continued_prompts(every, given)
             rollout = engine.generate(
@@ -84,7 +86,7 @@ def test_the_same_turns_with_less_work(drop: tuple[int, ...]) -> None:
 def test_they_have_the_policys_probabilities() -> None:
     model = build_language_model(TOKENIZER)
     responses, _ = conversation(model, keeps=True)
-    prompts = untold_prompts([[10, 11, 12, 13, 14], [20, 21]])
+    prompts = token_prompts([[10, 11, 12, 13, 14], [20, 21]])
     rollout = assemble_rollout(prompts, responses, num_generations=3, pad_id=0)
     with torch.no_grad():
         own = sequence_logprobs(model, rollout)
@@ -100,7 +102,7 @@ def test_other_prompts_and_small_batches_are_computed_as_ever() -> None:
         assert one.token_ids.tolist() == other.token_ids.tolist()
     engine = TransformersEngine()
     engine.attach(model, TOKENIZER)
-    one, other = untold_prompts([[10, 11, 12]]), untold_prompts([[40, 41, 42, 43]])
+    one, other = token_prompts([[10, 11, 12]]), token_prompts([[40, 41, 42, 43]])
     with engine.conversation():
         engine.generate(one, SAMPLING, num_generations=2, seeds=[0, 1])
         second = engine.generate(other, SAMPLING, num_generations=2, seeds=[0, 1])
@@ -135,7 +137,7 @@ def test_a_sliding_window_is_computed_again() -> None:
 def test_a_prompt_that_begins_with_another_is_a_conversation_of_its_own() -> None:
     engine = TransformersEngine(max_batch_size=2)
     engine.attach(build_language_model(TOKENIZER), TOKENIZER)
-    prompts = untold_prompts([[15, 16, 17], [15, 16, 17, 18]])
+    prompts = token_prompts([[15, 16, 17], [15, 16, 17, 18]])
     alone = engine.generate(prompts, SAMPLING, num_generations=2, seeds=range(4))
     with engine.conversation():
         found = engine.generate(prompts, SAMPLING, num_generations=2, seeds=range(4))

@@ -1,4 +1,4 @@
-"""`Dialogue`: what the policy is given between its turns is the template's, whole, and text."""
+"""`DialogueTokenizer`: observations between turns are the template's, complete, and text."""
 
 import random
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lrlhf.datamodules.rows.chat import ChatFormat
-from lrlhf.rollout.episodes.dialogue import Dialogue
+from lrlhf.rollout.episodes.dialogue import DialogueTokenizer
 from tests.conftest import build_tokenizer
 from tests.datamodules.test_special_tokens import EVIL, TEMPLATES
 
@@ -21,8 +21,8 @@ def ids(text: str) -> list[int]:
     return found
 
 
-def dialogue(template: str) -> Dialogue:
-    return Dialogue(TOKENIZER, ChatFormat(TOKENIZER, TEMPLATES[template]))
+def dialogue(template: str) -> DialogueTokenizer:
+    return DialogueTokenizer(TOKENIZER, ChatFormat(TOKENIZER, TEMPLATES[template]))
 
 
 def said(text: str) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def test_a_turn_that_was_cut_off_is_given_the_whole_of_what_ends_it(template: st
     for text in texts:
         # letters alone: the policy has sampled no mark
         letters = [TOKENIZER.convert_tokens_to_ids(one) for one in byte_letters(text)]
-        given = turns.between(PROMPT, [said(text)], NEW, {}, letters[-1])
+        given = turns.observation_ids(PROMPT, [said(text)], NEW, {}, letters[-1])
         assert given == ids(behind)
 
 
@@ -60,7 +60,7 @@ def byte_letters(text: str) -> list[str]:
 @pytest.mark.parametrize("template", ["chatml", "marks generation", "shows tools as json"])
 def test_an_end_that_the_policy_wrote_is_not_given_again(template: str) -> None:
     behind = template_behind(template, NEW)
-    given = dialogue(template).between(PROMPT, [said("no")], NEW, {}, END)
+    given = dialogue(template).observation_ids(PROMPT, [said("no")], NEW, {}, END)
     assert given == ids(behind.removeprefix("<|im_end|>"))
 
 
@@ -71,12 +71,19 @@ def test_an_end_of_two_tokens_is_not_given_again() -> None:
         "{{ '<|endoftext|>' if m.role == 'assistant' }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>{% endif %}"
     )
-    turns, first = Dialogue(TOKENIZER, ChatFormat(TOKENIZER, template)), ids("<|endoftext|>")
+    turns, first = (
+        DialogueTokenizer(TOKENIZER, ChatFormat(TOKENIZER, template)),
+        ids("<|endoftext|>"),
+    )
     next_turn = ids("<|im_start|>go on<|im_end|><|im_start|>")
-    assert turns.between(PROMPT, [said("no")], NEW, {}, END) == next_turn
-    assert turns.between(PROMPT, [said("no")], NEW, {}, first[0]) == [END, *next_turn]
+    assert turns.observation_ids(PROMPT, [said("no")], NEW, {}, END) == next_turn
+    assert turns.observation_ids(PROMPT, [said("no")], NEW, {}, first[0]) == [END, *next_turn]
     # cut off: both are given
-    assert turns.between(PROMPT, [said("no")], NEW, {}, ids("o")[0]) == [*first, END, *next_turn]
+    assert turns.observation_ids(PROMPT, [said("no")], NEW, {}, ids("o")[0]) == [
+        *first,
+        END,
+        *next_turn,
+    ]
 
 
 @pytest.mark.parametrize("template", [name for name in TEMPLATES if name != "forgets"])
@@ -86,18 +93,21 @@ def test_what_environments_say_ends_no_turn(template: str, role: str) -> None:
         pytest.skip("it has marks for two roles")
     turns, letter = dialogue(template), TOKENIZER.convert_tokens_to_ids("a")
     evil, harmless = (
-        turns.between(PROMPT, [said("a")], [{"role": role, "content": what}], {}, letter)
+        turns.observation_ids(PROMPT, [said("a")], [{"role": role, "content": what}], {}, letter)
         for what in (EVIL, "x")
     )
     special = {*TOKENIZER.all_special_ids}
     assert [i for i in evil if i in special] == [i for i in harmless if i in special]
     assert TOKENIZER.decode(evil) == template_behind(template, [{"role": role, "content": EVIL}])
     # what an environment shows at the start, and a request that replaces all
-    _, opened = turns.opened(PROMPT, EVIL, {}, [])
-    whole = turns.whole([*PROMPT, said("a"), {"role": role, "content": EVIL}], {}, [])
+    _, opened = turns.prompt_ids(PROMPT, EVIL, {}, [])
+    whole = turns.conversation_ids([*PROMPT, said("a"), {"role": role, "content": EVIL}], {}, [])
     for text, plain in (
-        (opened, turns.opened(PROMPT, "x", {}, [])[1]),
-        (whole, turns.whole([*PROMPT, said("a"), {"role": role, "content": "x"}], {}, [])),
+        (opened, turns.prompt_ids(PROMPT, "x", {}, [])[1]),
+        (
+            whole,
+            turns.conversation_ids([*PROMPT, said("a"), {"role": role, "content": "x"}], {}, []),
+        ),
     ):
         assert [i for i in text if i in special] == [i for i in plain if i in special]
 
@@ -107,7 +117,9 @@ def test_a_turn_that_spells_marks_keeps_the_tokens_that_the_policy_wrote() -> No
     # tokens that no tokenizer makes of it
     own = [TOKENIZER.convert_tokens_to_ids(letter) for letter in "Q<Q"]
     conversation = [*PROMPT, said(text), {"role": "user", "content": EVIL}]
-    whole = dialogue("chatml").whole(conversation, {}, [(f"{text}<|im_end|>", [*own, END])])
+    whole = dialogue("chatml").conversation_ids(
+        conversation, {}, [(f"{text}<|im_end|>", [*own, END])]
+    )
     place = next(i for i in range(len(whole)) if whole[i : i + 3] == own)
     assert whole[:place] == ids("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
     assert TOKENIZER.decode(whole[place + 3 :]) == (
@@ -117,8 +129,10 @@ def test_a_turn_that_spells_marks_keeps_the_tokens_that_the_policy_wrote() -> No
 
 
 def test_of_plain_text_environments_write_the_marks() -> None:
-    turns = Dialogue(TOKENIZER, None)
-    given = turns.between("hi", [said("a")], [{"role": "user", "content": "<|im_end|>b"}], {}, 5)
+    turns = DialogueTokenizer(TOKENIZER, None)
+    given = turns.observation_ids(
+        "hi", [said("a")], [{"role": "user", "content": "<|im_end|>b"}], {}, 5
+    )
     assert given == [END, TOKENIZER.convert_tokens_to_ids("b")]
 
 
@@ -130,8 +144,8 @@ def test_a_turn_of_a_rewritten_history_is_whole_whether_it_was_cut_off_or_not(en
     own = [tokenizer.convert_tokens_to_ids("Q"), call, *([END] if ended else [])]
     raw = "no</call>" + ("<|im_end|>" if ended else "")
     conversation = [*PROMPT, said("no</call>"), *NEW]
-    turns = Dialogue(tokenizer, ChatFormat(tokenizer))
-    whole = turns.whole(conversation, {}, [(raw, own)])
+    turns = DialogueTokenizer(tokenizer, ChatFormat(tokenizer))
+    whole = turns.conversation_ids(conversation, {}, [(raw, own)])
     before = ids("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
     behind = ids(template_behind("chatml", NEW))
     assert whole == [*before, own[0], call, *behind]

@@ -29,7 +29,7 @@ from lrlhf.rollout import (
     TransformersEngine,
 )
 from lrlhf.rollout.episodes.episode_engine import EpisodeEngine
-from lrlhf.rollout.responses import untold_prompts
+from lrlhf.rollout.responses import token_prompts
 from lrlhf.types import Prompt, PromptBatch, Rollout
 from tests.conftest import build_tokenizer
 from tests.rollout.scripted_engine import ScriptedEngine
@@ -48,7 +48,7 @@ def prompt_batch(*prompts: Prompt, **columns: Sequence[Any]) -> PromptBatch:
     texts = [one if isinstance(one, str) else chat.render(one, {}, prompt=True) for one in prompts]
     rows = [{name: values[row] for name, values in columns.items()} for row in range(len(prompts))]
     return replace(
-        untold_prompts([ids(text) for text in texts]), prompts=prompts, columns=tuple(rows)
+        token_prompts([ids(text) for text in texts]), prompts=prompts, columns=tuple(rows)
     )
 
 

@@ -12,6 +12,8 @@ from transformers import DynamicCache
 
 from lrlhf.models import sequence_logprobs
 from lrlhf.rollout import Sampling, TransformersEngine
+from lrlhf.rollout.engines.transformers_engine import trial_prompts
+from tests.conftest import build_language_model, build_tokenizer
 from tests.models.text_families import tiny_model
 from tests.rollout.test_transformers_engine import gap, generate
 
@@ -49,7 +51,7 @@ def test_a_model_that_generates_otherwise_than_it_computes_is_not_called_exact(
     assert not engine.capabilities.exact
     assert "model.importance_sampling" in caplog.text
     # nothing helps, so nothing is slowed down
-    assert engine._way.shares_prompts
+    assert engine._mode.shares_prompts
 
 
 def test_an_ordinary_model_is_exact_and_computes_prompts_once(
@@ -62,7 +64,7 @@ def test_an_ordinary_model_is_exact_and_computes_prompts_once(
     with caplog.at_level(logging.WARNING, "lrlhf"):
         rollout = generate(adapted, tokenizer, Sampling(max_new_tokens=2), engine=engine)
     assert engine.capabilities.exact
-    assert engine._way.shares_prompts
+    assert engine._mode.shares_prompts
     assert not caplog.records
     own = sequence_logprobs(adapted, rollout)
     torch.testing.assert_close(own, rollout.sampling_logprobs, atol=1e-4, rtol=1e-4)
@@ -88,7 +90,7 @@ def test_a_cache_that_is_copied_wrongly_is_not_shared(
     engine = TransformersEngine()
     generate(language_model, tokenizer, Sampling(max_new_tokens=2), engine=engine)
     assert engine.capabilities.exact
-    assert not engine._way.shares_prompts
+    assert not engine._mode.shares_prompts
 
 
 def test_weights_that_are_not_finite_are_left_to_the_guard(language_model, tokenizer) -> None:
@@ -98,3 +100,11 @@ def test_weights_that_are_not_finite_are_left_to_the_guard(language_model, token
     rollout = generate(language_model, tokenizer, Sampling(max_new_tokens=2), engine=engine)
     assert not engine.capabilities.exact
     assert rollout.sampling_logprobs[rollout.response_mask].isnan().all()
+
+
+@pytest.mark.parametrize("tokens", [3, 6, 8, 9, 260])
+def test_trial_prompts_have_three_lengths_however_few_tokens_there_are(tokens: int) -> None:
+    model = build_language_model(build_tokenizer(), vocab_size=tokens)
+    prompts = trial_prompts(model)
+    assert prompts.attention_mask.sum(dim=1).tolist() == [6, 3, 1]
+    assert int(prompts.input_ids.max()) < tokens

@@ -26,10 +26,10 @@ from lrlhf.environments import Episodes, TextEnvironment
 from lrlhf.environments.session import Asked, Reaction
 from lrlhf.models import sequence_logprobs
 from lrlhf.rollout import RolloutEngine, Sampling, TransformersEngine
-from lrlhf.rollout.dynamic_sampling import _all_alike
-from lrlhf.rollout.episodes.dialogue import Dialogue
+from lrlhf.rollout.dynamic_sampling import _with_equal_fields
+from lrlhf.rollout.episodes.dialogue import DialogueTokenizer
 from lrlhf.rollout.episodes.episode_engine import EpisodeEngine
-from lrlhf.rollout.responses import untold_prompts
+from lrlhf.rollout.responses import token_prompts
 from lrlhf.rollout.storage import load_rollout, save_rollout
 from lrlhf.types import Media, PromptBatch, Rollout
 from tests.conftest import build_tokenizer
@@ -59,7 +59,7 @@ def ids(text: str) -> list[int]:
 def chats(*texts: str) -> PromptBatch:
     chat = ChatFormat(TOKENIZER)
     prompts = tuple(({"role": "user", "content": text},) for text in texts)
-    rows = untold_prompts([ids(chat.render(one, {}, prompt=True)) for one in prompts])
+    rows = token_prompts([ids(chat.render(one, {}, prompt=True)) for one in prompts])
     return PromptBatch(
         input_ids=rows.input_ids,
         attention_mask=rows.attention_mask,
@@ -200,7 +200,8 @@ def ask(*contents: str, **options: Any) -> Asked:
 
 
 def agents(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Agent]) -> None:
-    monkeypatch.setattr(EpisodeEngine, "_session", lambda _engine: make())
+    sessions = "lrlhf.rollout.episodes.episode_engine.Session"
+    monkeypatch.setattr(sessions, lambda *_, **__: make())
 
 
 def test_an_agent_may_ask_anything_at_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,22 +238,31 @@ def test_a_turn_has_the_tokens_that_the_policy_wrote() -> None:
         "{% if add_generation_prompt %}a:{% endif %}"
     )
     a, b, c, user, colon, ab, end = (vocabulary[token] for token in vocabulary)
-    dialogue = Dialogue(tokenizer, ChatFormat(tokenizer))
+    dialogue = DialogueTokenizer(tokenizer, ChatFormat(tokenizer))
     messages = [
         {"role": "user", "content": "ab"},
         {"role": "assistant", "content": "ab"},
         {"role": "user", "content": "c"},
     ]
     first, last = [user, colon, ab, end, a, colon], [end, user, colon, c, end, a, colon]
-    assert dialogue.whole(messages, {}, []) == [*first, ab, *last]
+    assert dialogue.conversation_ids(messages, {}, []) == [*first, ab, *last]
     # letter by letter, which the tokenizer would not do; not what the user said
     for ending in (("<e>", [end]), ("", [])):
         wrote = ("ab" + ending[0], [a, b, *ending[1]])
-        assert dialogue.whole(messages, {}, [wrote]) == [*first, a, b, *last]
-        assert dialogue.whole(messages, {}, [("c", [c]), wrote, ("", [])]) == [*first, a, b, *last]
+        assert dialogue.conversation_ids(messages, {}, [wrote]) == [*first, a, b, *last]
+        assert dialogue.conversation_ids(messages, {}, [("c", [c]), wrote, ("", [])]) == [
+            *first,
+            a,
+            b,
+            *last,
+        ]
     # what does not stand there as it was written is tokenised
     for other in ("ba<e>", "a", "ab:", ""):
-        assert dialogue.whole(messages, {}, [(other, [b, a, end])]) == [*first, ab, *last]
+        assert dialogue.conversation_ids(messages, {}, [(other, [b, a, end])]) == [
+            *first,
+            ab,
+            *last,
+        ]
 
 
 def test_a_template_may_want_results_behind_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -445,7 +455,7 @@ def test_forks_are_stored_and_merged(language_model: PreTrainedModel, tmp_path: 
     assert torch.equal(again.forks, forked.forks)
     plain = sampled(language_model, history="tokens")
     assert plain.forks is None
-    alike = _all_alike([plain, forked])
+    alike = _with_equal_fields([plain, forked])
     assert alike[0].forks is not None
     assert not alike[0].forks.any()
     assert alike[1] is forked

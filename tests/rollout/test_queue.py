@@ -10,14 +10,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.rollout import Response, RolloutQueue, Sampling
 from lrlhf.rollout.engines.synced_engine import Request
-from lrlhf.rollout.responses import untold_prompts
+from lrlhf.rollout.responses import token_prompts
 from lrlhf.types import PromptBatch
 from tests.rollout.copy_engine import CopyEngine
 
 SAMPLING = Sampling(max_new_tokens=4)
 
 
-PROMPTS = untold_prompts([[10, 11], [12]])
+PROMPTS = token_prompts([[10, 11], [12]])
 
 
 def started(
@@ -43,8 +43,8 @@ def take(ahead: RolloutQueue, step: int = 1, prompts: PromptBatch = PROMPTS, **o
     "options",
     [
         {"step": 2},
-        {"prompts": untold_prompts([[10, 11], [13]])},
-        {"prompts": untold_prompts([[10], [12]])},  # which the responses' prompts begin with
+        {"prompts": token_prompts([[10, 11], [13]])},
+        {"prompts": token_prompts([[10], [12]])},  # which the responses' prompts begin with
         {"num_generations": 1},
         # another rank has to draw anew, and all do it together
         {"any_rank": lambda _: True},

@@ -29,7 +29,7 @@ from lrlhf.rollout import (
     response_ids,
     responses_of,
 )
-from lrlhf.rollout.responses import untold_prompts
+from lrlhf.rollout.responses import token_prompts
 from lrlhf.types import PromptBatch, Rollout
 from tests.modules.policy_runs import Watcher, fit, letters, weights
 from tests.rollout.copy_engine import CopyEngine
@@ -52,7 +52,7 @@ class AsksAgain(EngineWrapper):
             prompts, sampling, num_generations=num_generations, seeds=seeds
         )
         hint = torch.tensor(self.tokenizer(HINT, add_special_tokens=False).input_ids)
-        asked = [response.given(hint) for response in responses_of(first, prompts)]
+        asked = [response.with_tokens(hint) for response in responses_of(first, prompts)]
         turn = continued_prompts(prompts, asked)
         second = self.engine.generate(
             turn, sampling, num_generations=1, seeds=[seed + 1 for seed in seeds]
@@ -73,9 +73,9 @@ def sampled(*ids: int, logprob: float = -1.0, **options: Any) -> Response:
     return Response.sampled(torch.tensor(ids), torch.full((len(ids),), logprob), **options)
 
 
-PROMPTS = untold_prompts([[10, 11], [12]])
+PROMPTS = token_prompts([[10, 11], [12]])
 TURNS = [
-    sampled(1, 2).given(torch.tensor([7, 8, 9])).followed_by(sampled(3, truncated=True)),
+    sampled(1, 2).with_tokens(torch.tensor([7, 8, 9])).followed_by(sampled(3, truncated=True)),
     replace(sampled(4), segments=(Segment(token_ids=torch.tensor([6])), *sampled(4).segments)),
 ]
 
@@ -121,7 +121,7 @@ def test_a_rollout_can_be_taken_apart_and_put_together_again() -> None:
 def test_turns_of_other_weights_count_as_the_oldest() -> None:
     newer, older = (replace(sampled(1), weight_version=version) for version in (4, 2))
     assert newer.followed_by(older).weight_version == 2
-    with pytest.raises(ValueError, match="1 of 2 responses say what weights"):
+    with pytest.raises(ValueError, match="1 of 2 responses have a weight_version"):
         assemble_rollout(PROMPTS, [newer, sampled(1)], num_generations=1, pad_id=0)
 
 
@@ -130,8 +130,8 @@ def test_each_turn_keeps_the_versions_that_sampled_it() -> None:
     (segment,) = sampled(4, 5, 6).segments
     mixed = replace(segment, versions=torch.tensor([3, 4, 4]))
     third = Response(segments=(mixed,), truncated=False, weight_version=3)
-    whole = first.given(torch.tensor([7])).followed_by(second).followed_by(third)
-    prompts = untold_prompts([[8, 9]])
+    whole = first.with_tokens(torch.tensor([7])).followed_by(second).followed_by(third)
+    prompts = token_prompts([[8, 9]])
     rollout = assemble_rollout(prompts, [whole], num_generations=1, pad_id=0)
     assert rollout.weight_version is not None
     assert rollout.token_versions is not None
@@ -154,10 +154,10 @@ def test_logprobs_behind_given_tokens_are_those_of_the_whole_sequence(
 ) -> None:
     if packed:
         assert allow_packing(language_model)
-    prompts = untold_prompts([[10, 11, 12, 13], [12, 14]])
+    prompts = token_prompts([[10, 11, 12, 13], [12, 14]])
     responses = [
         *TURNS,
-        sampled(1, 2, 5).given(torch.tensor([7])).followed_by(sampled(3, 3)),
+        sampled(1, 2, 5).with_tokens(torch.tensor([7])).followed_by(sampled(3, 3)),
         sampled(8),
     ]
     rollout = assemble_rollout(prompts, responses, num_generations=2, pad_id=0)
@@ -189,11 +189,11 @@ def collected(
 
     parts = [ids("yes#"), ids(" no# "), ids("so#")]
     response = Response.sampled(parts[0], torch.zeros(len(parts[0])), truncated=False)
-    response = response.given(parts[1]).followed_by(
+    response = response.with_tokens(parts[1]).followed_by(
         Response.sampled(parts[2], torch.zeros(len(parts[2])), truncated=False)
     )
     one_turn = Response.sampled(parts[2], torch.zeros(len(parts[2])), truncated=False)
-    prompts = replace(untold_prompts([ids("why").tolist()]), prompts=(prompt,))
+    prompts = replace(token_prompts([ids("why").tolist()]), prompts=(prompt,))
     seen: list[Any] = []
     said: list[list[int]] = []
 
@@ -203,7 +203,7 @@ def collected(
         return [0.0] * len(completions)
 
     rollout = assemble_rollout(
-        prompts, [response, one_turn, response.given(parts[1])], num_generations=3, pad_id=0
+        prompts, [response, one_turn, response.with_tokens(parts[1])], num_generations=3, pad_id=0
     )
     collector = Collector(TransformersEngine(), Rewards([reads]), tokenizer)
     result = collector.score(prompts, rollout, Sampling(stop=stop), step=0, phase=nullcontext)
@@ -292,7 +292,7 @@ def test_a_response_is_cut_with_all_that_belongs_to_its_tokens() -> None:
 
 
 def test_a_rollout_has_so_many_responses_behind_each_prompt() -> None:
-    prompts = untold_prompts([[1, 2], [3]])
+    prompts = token_prompts([[1, 2], [3]])
     responses = [one(10), one(11), one(12), one(13, 14, truncated=True)]
     rollout = assemble_rollout(prompts, responses, num_generations=2, pad_id=0)
     assert rollout.input_ids.tolist() == [[1, 2, 10], [1, 2, 11], [3, 12, 0], [3, 13, 14]]

@@ -132,9 +132,9 @@ def one_bit_off(path: Path) -> None:
         (Path.unlink, "there is no file"),
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), "damaged"),
         (foreign, r"no stored rollout: .* 'pt'"),
-        (partial(changed, scores=None), r"no whole rollout: tensors \['scores'\] are missing"),
+        (partial(changed, scores=None), r"no complete rollout: tensors \['scores'\] are missing"),
         (partial(changed, weight=torch.zeros(1)), r"\['weight'\] are unknown"),
-        (one_bit_off, "holds other bytes than were written"),
+        (one_bit_off, "its checksum differs"),
     ],
 )
 def test_a_file_that_is_not_as_it_was_written_is_named(

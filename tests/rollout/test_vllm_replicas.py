@@ -17,8 +17,7 @@ from lrlhf.background import in_background
 from lrlhf.rollout import EngineFailure
 from lrlhf.rollout.responses import Response
 from lrlhf.rollout.vllm.client import ServerClient
-from lrlhf.rollout.vllm.dispatch import Targets, respond
-from lrlhf.rollout.vllm.fleet import BLOCK, Router, Traffic
+from lrlhf.rollout.vllm.dispatch import BLOCK, Router, Targets, Traffic, respond
 
 # ---------------------------------------------------------------------- routing
 
@@ -164,8 +163,11 @@ def ids(responses: list[Response]) -> list[list[int]]:
         ({"logprobs": {"content": []}}, "broke a response off"),
         ({"logprobs": None}, "answer cannot be read"),
         ({"token_ids": [], "logprobs": {"content": []}, "weight_versions": []}, "without a token"),
-        ({"weight_versions": None}, "not say of every token"),
-        ({"weight_versions": [{"version": "new", "start": 0, "end": 1}]}, "not say of every token"),
+        ({"weight_versions": None}, "version of every token"),
+        (
+            {"weight_versions": [{"version": "new", "start": 0, "end": 1}]},
+            "version of every token",
+        ),
         ({"weight_versions": [{"version": "x", "start": 0, "end": 2}]}, "other weights than it wa"),
     ],
 )
@@ -337,9 +339,9 @@ def test_places_are_given_first_come_first_served() -> None:
     assert traffic.may_place(first, partial(woken.append, "first"))
     assert not traffic.may_place(second, partial(woken.append, "second"))
     traffic.opened(server, 2)
-    assert (traffic.has_place(server, 2), traffic.has_place(server, 3)) == (False, True)
+    assert (traffic.has_slot(server, 2), traffic.has_slot(server, 3)) == (False, True)
     traffic.closed(server, answered=True)
-    assert (traffic.has_place(server, 2), woken) == (True, ["first"])
+    assert (traffic.has_slot(server, 2), woken) == (True, ["first"])
     traffic.placed(first)  # it is the turn of the next
     assert woken == ["first", "second"]
     assert traffic.may_place(second, partial(woken.append, "second"))

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lrlhf.process_guard import descendants, send_signal
 from lrlhf.rollout import Sampling, SyncedEngine, VLLMServerEngine
 from lrlhf.rollout.vllm.client import ServerClient
-from lrlhf.rollout.vllm.server import StartedServer
+from lrlhf.rollout.vllm.servers import StartedServer
 from lrlhf.types import PromptBatch, Rollout
 from tests.conftest import build_language_model
 

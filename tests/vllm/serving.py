@@ -12,7 +12,7 @@ import httpx
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.process_guard import descendants
-from lrlhf.rollout.vllm.support import free_port
+from lrlhf.rollout.vllm.vllm_base import free_port
 from tests.forked import Popen
 
 

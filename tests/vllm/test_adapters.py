@@ -175,7 +175,7 @@ def test_only_the_adapter_is_sent_again_to_a_server(
 ) -> None:
     assert_adapters_arrive(server, policy, tokenizer, monkeypatch)
     # the server knows no older one, and nothing of it lies about
-    models = client_of(server).get("/v1/models")["data"]
+    models = client_of(server).request("GET", "/v1/models")["data"]
     assert [one["id"] for one in models if one["parent"]] == list(server._targets.models.values())
     assert not list(Path(tempfile.gettempdir()).glob("lrlhf-adapter-*"))
 

@@ -81,7 +81,7 @@ def test_a_server_that_someone_started_takes_weights_too(
     monkeypatch.setenv("VLLM_API_KEY", "wrong")
     stranger = VLLMServerEngine(url=client.url, start_timeout=10)
     stranger.attach(policy, tokenizer)
-    with pytest.raises(PermissionError, match="wants another token"):
+    with pytest.raises(PermissionError, match="requires another token"):
         stranger.push(0)
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lrlhf.rollout import EngineFailure, PolicyWeights
 from lrlhf.rollout.engines.policy_weights import AdapterWeights, compare_fingerprints
-from lrlhf.rollout.vllm.support import import_transfer
+from lrlhf.rollout.vllm.vllm_base import import_transfer
 from lrlhf.vllm_worker import gloo
 from lrlhf.vllm_worker.fingerprint import Fingerprinted, as_text
 from lrlhf.vllm_worker.model_access import forget_broken_update

@@ -119,7 +119,7 @@ LARGE = 512, 600  # of which 43885 or 43886 words count
 
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have tensors of more than 100 words count as large."""
-    monkeypatch.setattr(module, "_WHOLE", 100)
+    monkeypatch.setattr(module, "_COMPLETE", 100)
 
 
 @pytest.mark.parametrize("turn", [0, 3, 6, 9])

@@ -23,9 +23,8 @@ from lrlhf.apps.cluster.guarded_program import GuardedProgram
 from lrlhf.rollout import VLLMServerEngine
 from lrlhf.rollout.vllm.client import ServerClient
 from lrlhf.rollout.vllm.process import root_cause
-from lrlhf.rollout.vllm.server import Server
-from lrlhf.rollout.vllm.support import is_cpu
-from lrlhf.rollout.vllm.vllm_base import EngineStartError
+from lrlhf.rollout.vllm.servers import Server
+from lrlhf.rollout.vllm.vllm_base import EngineStartError, is_cpu
 
 _POLL_SECONDS = 0.5
 _ANSWER_SECONDS = 30.0

@@ -19,7 +19,7 @@ from lrlhf.datamodules.rows.chat import ChatFormat
 from lrlhf.models import context_length, eos_token_ids, plain_model, ruled_out_ids
 from lrlhf.modules.policy.generate import PromptReader
 from lrlhf.rollout import Sampling
-from lrlhf.rollout.engines.prompt_sharing import plain_generation_config
+from lrlhf.rollout.engines.transformers_engine import plain_generation_config
 from lrlhf.secrets import safe
 
 _SETTINGS: dict[str, Callable[[str], Any]] = {"temperature": float, "max_new_tokens": int}

@@ -30,7 +30,7 @@ from lrlhf.environments import detect_format, tool_call_format
 from lrlhf.environments.session import Asked, TurnTokens
 from lrlhf.rewards.learned import encoded
 from lrlhf.rollout import Response, Sampling, TransformersEngine
-from lrlhf.rollout.responses import responses_of, untold_prompts
+from lrlhf.rollout.responses import responses_of, token_prompts
 from lrlhf.rollout.texts import turn_text
 from lrlhf.run import sample_seeds
 from lrlhf.run.atomic import append_line
@@ -187,7 +187,7 @@ class PolicyService:
     def _answer(self, asked: Sequence[Readable]) -> None:
         device = next(self._policy.model.parameters()).device
         rooms = [room for _, _, room in asked]
-        prompts = untold_prompts([ids for _, ids, _ in asked]).to(device)
+        prompts = token_prompts([ids for _, ids, _ in asked]).to(device)
         prompts = replace(prompts, room=torch.tensor(rooms, device=device))
         seeds = sample_seeds(self._seed, self._batches, count=len(asked))
         self._batches += 1

@@ -1,4 +1,4 @@
-"""What a rollout engine does, what it may be able to do besides, and how to wrap one."""
+"""The interface of rollout engines, their capabilities, and a base class of wrappers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -16,21 +17,23 @@ from lrlhf.media import MediaProcessor
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.types import Message, PromptBatch, Rollout
 
+ValueT = TypeVar("ValueT")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What an engine can do; callers check these and never the engine's class.
+    """Capabilities of an engine; callers check these and never the engine's class.
 
     Args:
         holds_copy: It generates with its own copy of the weights, which has to be pushed.
-        concurrent: It computes elsewhere, so that it can generate while the trainer computes.
-        exact: Its log-probabilities are the policy's own, up to rounding. An engine that has to
-            find that out knows it once it has generated.
-        tells_kept_mass: It says how much probability top_p, top_k, min_p and min_new_tokens left.
-        media: It takes prompts with images or videos.
-        updates_in_flight: It takes new weights while it generates, goes on with them, and says of
-            each token which weights sampled it.
-        structured: It holds responses to a format (`Sampling.structured`).
+        concurrent: It can generate while the trainer computes.
+        exact: Its log-probabilities are the policy's own, up to rounding; may be known only after
+            the first responses.
+        tells_kept_mass: It returns the probability left by top_p, top_k, min_p and min_new_tokens.
+        media: It accepts prompts with images or videos.
+        updates_in_flight: It accepts new weights while it generates, continues with them, and
+            returns the version of the weights of each token.
+        structured: It supports structured output (`Sampling.structured`).
         ranks_together: Ranks of the trainer that it is split over, all of which have to call it.
     """
 
@@ -45,10 +48,10 @@ class Capabilities:
 
 
 class RendersChat(Protocol):
-    """Renders messages as the data's chat template has them."""
+    """Renders messages by the chat template of the data."""
 
     def render(self, messages: Sequence[Message], row: Mapping[str, Any], *, prompt: bool) -> str:
-        """Return the text of messages; a ``prompt`` leaves the assistant's turn open."""
+        """Return the text of messages; a ``prompt`` ends with an open turn of the assistant."""
         ...
 
 
@@ -56,8 +59,8 @@ class ProbeGap(NamedTuple):
     """Distance between log-probabilities of engine and trainer, in nats."""
 
     typical: float
-    """Of the response that differs most, the median over its tokens: other weights move them all,
-    rounding that sends a token to another expert moves a few by far."""
+    """Median over the tokens of the response that differs most: other weights change all tokens,
+    rounding that routes a token to another expert changes a few."""
     mean: float
     max: float
     low_precision: bool
@@ -65,14 +68,14 @@ class ProbeGap(NamedTuple):
 
 
 class RolloutEngine(KeepsArguments, ABC):
-    """Generates responses. Token ids go in and come out; text is never tokenised again.
+    """Generates responses as token ids to prompts as token ids; text is never tokenised again.
 
-    The methods about weights are for engines that hold a copy of them (`Capabilities`).
+    The methods about weights are for engines with a copy of them (`Capabilities.holds_copy`).
     """
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it can do."""
+        """Capabilities of the engine."""
         return Capabilities()
 
     @abstractmethod
@@ -82,16 +85,16 @@ class RolloutEngine(KeepsArguments, ABC):
         tokenizer: PreTrainedTokenizerBase,
         processor: MediaProcessor | None = None,
     ) -> None:
-        """Get to know the policy before the first call of ``generate``.
+        """Set the policy, before the first call of ``generate``.
 
         Args:
             policy: The model.
             tokenizer: Its tokenizer.
-            processor: What it sees images and videos with; None: it reads text only.
+            processor: Its processor of images and videos; None: a text model.
         """
 
     def use_chat(self, chat: RendersChat) -> None:
-        """Hear how the data renders chats, for engines that go on with them."""
+        """Set the chat template, for engines that generate several turns."""
 
     @abstractmethod
     def generate(
@@ -106,10 +109,10 @@ class RolloutEngine(KeepsArguments, ABC):
 
         Args:
             prompts: Unique prompts.
-            sampling: How tokens are sampled.
+            sampling: Sampling options.
             num_generations: Responses per prompt; rows of one prompt are consecutive.
-            seeds: One per response. A response depends on its prompt and its seed, not on what
-                else is in the batch, up to rounding.
+            seeds: One per response. A response depends on its prompt and its seed, not on the
+                batch, up to rounding.
 
         Returns:
             Right-padded rows, one per response, on the device of the prompts; see
@@ -118,86 +121,81 @@ class RolloutEngine(KeepsArguments, ABC):
 
     @property
     def context_length(self) -> int | None:
-        """Tokens of the longest prompt and response together; None: not known, or not yet."""
+        """Most tokens of prompt and response together; None: not known, or not yet."""
         return None
 
     def conversation(self) -> AbstractContextManager[None]:
-        """Return a context in which prompts go on from earlier responses.
+        """Return a context in which prompts continue earlier responses.
 
-        An engine may keep in it what it has computed of them; the weights change meanwhile only
-        where updates in flight are allowed.
+        An engine may cache keys and values in it; the weights change meanwhile only where updates
+        in flight are allowed.
         """
         return nullcontext()
 
     def sleep(self) -> None:
-        """Give back what the device lacks for an update; the next push undoes it."""
+        """Release device memory for an update, until the next push."""
 
     def close(self) -> None:
-        """Give back what it holds; ``generate`` or ``push`` may start it again."""
+        """Release all resources; ``generate`` or ``push`` may start the engine again."""
 
     # ------------------------------------------------------------------ a copy of the weights
 
     @property
     def version(self) -> int | None:
-        """Training iterations behind the engine's weights; None: it has none, or unknown ones."""
+        """Training iterations behind the engine's weights; None: no or unknown weights."""
         return None
 
     def push(self, version: int) -> None:
-        """Give the engine the policy's weights, and check that they arrived.
+        """Copy the policy's weights to the engine, and check the copy.
 
         Args:
             version: Training iterations behind these weights.
 
         Raises:
-            WeightSyncError: A weight is missing or has other values in the engine; names it.
-            EngineFailure: The engine failed again and again.
+            WeightSyncError: A weight is missing or differs in the engine; names it.
+            EngineFailure: The engine failed, also after restarts.
         """
         raise NotImplementedError(f"{type(self).__name__} has no weights of its own")
 
     def outdate(self) -> None:
-        """Count its weights as unknown: it generates nothing before the next push."""
+        """Mark its weights as unknown: it generates nothing before the next push."""
 
     def policy_moved(self, version: int) -> None:
-        """Hear how many iterations are behind the policy's weights, for a push after a restart."""
+        """Set the training iterations behind the policy's weights, for a push after a restart."""
 
     def allow_updates_in_flight(self, allowed: bool) -> None:
-        """Let responses that are generated during a push go on with the new weights.
+        """Let responses that are generated during a push continue with the new weights.
 
-        Without it a push breaks them off.
+        Else a push aborts them.
 
         Raises:
-            ValueError: The engine cannot, see `Capabilities`.
+            ValueError: The engine does not support it, see `Capabilities`.
         """
         if allowed and not self.capabilities.updates_in_flight:
             raise ValueError(
-                f"{type(self).__name__} does not take new weights while it generates: take "
+                f"{type(self).__name__} does not accept new weights while it generates: take "
                 "lrlhf.rollout.VLLMServerEngine, whose adapters, if any, are merged "
                 "(engine.lora: merged)"
             )
 
     def forget(self) -> None:
-        """Drop what is kept of earlier prompts; a push does so too.
+        """Clear caches of earlier prompts, as a push does.
 
-        Keys and values out of a cache can differ in their last bit from those that are computed
-        together with the rest of a prompt, so what a run samples would depend on what else it has
-        sampled since the push.
+        Cached keys and values can differ in their last bit from those that are computed with the
+        complete prompt, so samples would depend on all earlier ones since the push.
         """
 
     def probe(self) -> ProbeGap:
-        """Compare log-probabilities of a few sampled tokens with those of the policy.
+        """Compare log-probabilities of a few sampled tokens with the policy's.
 
         Returns:
-            Absolute differences; float32 on both sides gives about 1e-6.
+            Absolute differences; about 1e-6 with float32 on both sides.
         """
         raise NotImplementedError(f"{type(self).__name__} has no weights of its own")
 
 
 class EngineWrapper(RolloutEngine):
-    """Forwards everything to another engine: override ``generate`` to change its responses.
-
-    Args:
-        engine: The wrapped engine.
-    """
+    """Delegates to another engine: override ``generate`` to change its responses."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self.engine = engine
@@ -212,7 +210,7 @@ class EngineWrapper(RolloutEngine):
         tokenizer: PreTrainedTokenizerBase,
         processor: MediaProcessor | None = None,
     ) -> None:
-        """Make the wrapped engine known to the policy; ``tokenizer`` is kept for subclasses."""
+        """Attach the wrapped engine; ``tokenizer`` becomes an attribute for subclasses."""
         self.tokenizer = tokenizer
         self.engine.attach(policy, tokenizer, processor)
 
@@ -265,23 +263,24 @@ class EngineWrapper(RolloutEngine):
         return self.engine.probe()
 
 
-def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return what rows are padded with.
+def gather_ranks(value: ValueT) -> list[ValueT]:
+    """Return the value of every rank, in order, on every rank; collective."""
+    if not torch.distributed.is_initialized():
+        return [value]
+    values = [value] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
 
-    Raises:
-        ValueError: The tokenizer has no pad token.
-    """
+
+def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the id of the pad token; raises ``ValueError`` without one."""
     if tokenizer.pad_token_id is None:
         raise ValueError("the tokenizer has no pad token; set tokenizer.pad_token")
     return int(tokenizer.pad_token_id)
 
 
 def check_seeds(seeds: Sequence[int], prompts: PromptBatch, num_generations: int) -> None:
-    """Check that there is one seed per response.
-
-    Raises:
-        ValueError: There is not.
-    """
+    """Raise ``ValueError`` unless there is one seed per response."""
     if len(seeds) != len(prompts) * num_generations:
         raise ValueError(
             f"{len(seeds)} seeds for {len(prompts)} prompts x {num_generations} generations"
@@ -289,11 +288,7 @@ def check_seeds(seeds: Sequence[int], prompts: PromptBatch, num_generations: int
 
 
 def check_format(engine: RolloutEngine, sampling: Sampling, *, option: str = "sampling") -> None:
-    """Check that the engine can hold responses to the format that is asked for, if any.
-
-    Raises:
-        ValueError: It cannot.
-    """
+    """Raise ``ValueError`` if the engine does not support the structured output of ``sampling``."""
     if sampling.structured is not None and not engine.capabilities.structured:
         raise ValueError(
             f"{option}.structured: {type(engine).__name__} holds no responses to a format; leave "

@@ -1,4 +1,4 @@
-"""The policy's weights as an engine wants them: a checkpoint's names, merged, one at a time."""
+"""The policy's weights for engines: under the names of checkpoints, merged, one at a time."""
 
 from __future__ import annotations
 
@@ -26,39 +26,47 @@ from lrlhf.vllm_worker.model_access import PREFIX
 
 
 class WeightSyncError(RuntimeError):
-    """The engine does not have the policy's weights."""
+    """The engine's weights differ from the policy's."""
 
 
 class PolicyWeights:
-    """Reads the weights of a policy, as they are at the time of reading.
+    """Iterates over the current weights of a policy.
 
     Args:
-        policy: With or without LoRA adapters, quantised or not.
+        policy: A model with or without LoRA adapters, quantised or not.
 
     Raises:
         TypeError: It is no transformers model.
-        ValueError: Its output layer is tied to the embedding and one of them has an adapter of its
-            own, which no engine that ties them could take.
+        ValueError: Its output layer is tied to the embedding and only one of them has an adapter.
     """
 
     def __init__(self, policy: nn.Module) -> None:
         if not isinstance(policy, PreTrainedModel | PeftModel):
             raise TypeError(f"the policy is no transformers model but {type(policy).__name__}")
         self.model = plain_model(policy)
-        self._check_tied_head()
+        if is_tied(self.model):
+            head = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+            embedding = self.model.get_input_embeddings()
+            for name, layer in (("output layer", head), ("embedding", embedding)):
+                if layer is not None and len(list(layer.children())) > 0:
+                    raise ValueError(
+                        "the policy's output layer is tied to its embedding, and the "
+                        f"{name} has a LoRA adapter or copy of its own, so merged they are tied no "
+                        "more: leave it out of policy.lora.target_modules and modules_to_save"
+                    )
         self._skeleton = skeleton_of(self.model)
         self.names = CheckpointNames(self.model, self._skeleton.state_dict())
 
     def tensors(
         self, dtype: torch.dtype | None = None, *, adapters: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Go through the weights under the names that checkpoints of the family have.
+        """Yield the weights under the names of the family's checkpoints.
 
-        If they are split over ranks, all ranks must go through all of them.
+        If they are sharded, all ranks must iterate over all of them.
 
         Args:
-            dtype: Cast floating-point weights to it; None: as they are.
-            adapters: Merge LoRA adapters into the weights; else these are as they are without.
+            dtype: Type that floating-point weights are cast to; None: no cast.
+            adapters: Whether LoRA adapters are merged into the weights.
         """
         weights = merged_weights(self.model, tied_once=True, adapters=adapters)
         for name, tensor in self.names.convert(weights):
@@ -66,34 +74,21 @@ class PolicyWeights:
             yield name, tensor.to(dtype) if floating else tensor
 
     def layout(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Go through what `tensors` yields, without memory behind it and without other ranks."""
+        """Yield the result of `tensors` on the meta device, without other ranks."""
         for name, tensor in self.names.convert(merged_weights(self._skeleton, tied_once=True)):
             yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     @property
     def are_split(self) -> bool:
-        """Whether reading them takes all ranks."""
+        """Whether they are sharded over ranks."""
         return has_split_weights(self.model)
-
-    def _check_tied_head(self) -> None:
-        if not is_tied(self.model):
-            return
-        head = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        embedding = self.model.get_input_embeddings()
-        for name, layer in (("output layer", head), ("embedding", embedding)):
-            if layer is not None and len(list(layer.children())) > 0:
-                raise ValueError(
-                    "the policy's output layer is tied to its embedding, and the "
-                    f"{name} has a LoRA adapter or copy of its own, so merged they are tied no "
-                    "more: leave it out of policy.lora.target_modules and modules_to_save"
-                )
 
 
 def compare_fingerprints(expected: dict[str, str], arrived: dict[str, str]) -> None:
-    """Check that an engine was given exactly these weights.
+    """Compare fingerprints of the policy's weights with those that an engine received.
 
     Raises:
-        WeightSyncError: It was not; names the first wrong weight.
+        WeightSyncError: They differ; names the first wrong weight.
     """
     for name, number in expected.items():
         if name not in arrived:
@@ -106,18 +101,18 @@ def compare_fingerprints(expected: dict[str, str], arrived: dict[str, str]) -> N
 
 
 LARGEST_RANK = 512
-"""What vLLM takes (0.29 to 0.33)."""
+"""Limit of vLLM (0.29 to 0.33)."""
 
 
 class AdapterWeights:
-    """Reads the active LoRA adapter of a policy under the names that PEFT's files have.
+    """Iterates over the active LoRA adapter of a policy under the names of PEFT's files.
 
     Args:
-        weights: Of the policy.
+        weights: The policy's weights.
 
     Raises:
-        ValueError: The policy has no adapter, or is more than fixed weights and one plain LoRA
-            adapter on linear layers of its decoder; says what it has.
+        ValueError: The policy is not fixed weights with one plain LoRA adapter on linear layers of
+            its decoder; the message names the reason.
     """
 
     def __init__(self, weights: PolicyWeights) -> None:
@@ -129,8 +124,11 @@ class AdapterWeights:
                 raise ValueError(f"{name} is trained as a whole (modules_to_save)")
             if not isinstance(layer, BaseTunerLayer):
                 continue
-            if obstacle := _obstacle(layer):
-                raise ValueError(f"of the adapter of {name}, {obstacle}")
+            base: nn.Module = layer.get_base_layer()
+            linear = isinstance(base, nn.Linear)
+            other = f"it is on a layer of the kind {type(base).__name__}"
+            if reason := unmergeable(layer) if linear else other:
+                raise ValueError(f"of the adapter of {name}, {reason}")
             assert isinstance(layer, LoraLayer)
             active.update(layer.active_adapters)
             stored = weights.names.alone(f"{name}.weight")
@@ -149,9 +147,9 @@ class AdapterWeights:
         self.rank = max(whole_shape(weight)[0] for weight in firsts)
         if self.rank > LARGEST_RANK:
             raise ValueError(f"its rank is {self.rank}, and vLLM's limit is {LARGEST_RANK}")
-        self._check_what_else_is_trained()
+        self._check_other_weights()
 
-    def _check_what_else_is_trained(self) -> None:
+    def _check_other_weights(self) -> None:
         decoder: nn.Module = self._model.get_decoder()  # type: ignore[no-untyped-call]
         inside = {id(weight) for weight in decoder.parameters()}
         own = {id(weight) for _, weight in self._parameters()}
@@ -163,7 +161,7 @@ class AdapterWeights:
 
     @property
     def settings(self) -> str:
-        """What PEFT's ``adapter_config.json`` says of it."""
+        """Contents of PEFT's ``adapter_config.json``."""
         ends = {name.rpartition(".")[2] for name in self._layers}
         return json.dumps(
             {
@@ -175,13 +173,13 @@ class AdapterWeights:
         )
 
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Go through the adapter; all ranks must, if the weights are split over them."""
+        """Yield the adapter's weights; all ranks must iterate, if they are sharded."""
         settle(self._model)
         for name, weight in self._parameters():
             yield name, whole(weight).detach().to(dtype)
 
     def layout(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Go through what `tensors` yields, without memory behind it and without other ranks."""
+        """Yield the result of `tensors` on the meta device, without other ranks."""
         for name, weight in self._parameters():
             yield name, torch.empty(whole_shape(weight), dtype=dtype, device="meta")
 
@@ -189,11 +187,3 @@ class AdapterWeights:
         for name, pair in self._layers.items():
             for letter, part in zip("AB", pair, strict=True):
                 yield f"{PREFIX}{name}.lora_{letter}.weight", part.get_parameter("weight")
-
-
-def _obstacle(layer: BaseTunerLayer) -> str | None:
-    """Tell why vLLM could not compute with the adapter of a layer."""
-    base: nn.Module = layer.get_base_layer()
-    if not isinstance(base, nn.Linear):
-        return f"it is on a layer of the kind {type(base).__name__}"
-    return unmergeable(layer)

@@ -1,4 +1,4 @@
-"""Engines with a copy of the policy's weights: versions, checks, and recovery."""
+"""Base of engines with a copy of the policy's weights: versions, checks, and recovery."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from lrlhf.rollout.engines.engine import (
     ProbeGap,
     RolloutEngine,
     check_seeds,
+    gather_ranks,
     pad_token_id,
 )
 from lrlhf.rollout.engines.policy_weights import (
@@ -30,7 +31,7 @@ from lrlhf.rollout.engines.policy_weights import (
     WeightSyncError,
     compare_fingerprints,
 )
-from lrlhf.rollout.responses import Response, assemble_rollout, prompt_token_ids, untold_prompts
+from lrlhf.rollout.responses import Response, assemble_rollout, prompt_token_ids, token_prompts
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.types import Media, PromptBatch, Rollout
 from lrlhf.vllm_worker.fingerprint import Fingerprinted, as_text
@@ -48,16 +49,16 @@ _PROBE_IMAGE = 64
 _recovers: ContextVar[bool] = ContextVar("recovers", default=True)
 
 
-class EngineFailure(RuntimeError):  # noqa: N818  the name says what happened to the engine
-    """An engine stopped working in a way that a restart may mend."""
+class EngineFailure(RuntimeError):  # noqa: N818  a failure of the engine, not of the caller
+    """An engine failed in a way that a restart may repair."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One response that is asked for."""
+    """A request for one response."""
 
     prompt_ids: list[int]
-    """As the policy reads them, every placeholder of an image or audio counted out."""
+    """As the policy reads them, with all placeholder tokens of an image or audio."""
     seed: int
     max_tokens: int
     media: Media | None = None
@@ -70,7 +71,7 @@ class Request:
 
 @contextlib.contextmanager
 def without_recovery() -> Iterator[None]:
-    """Start no failed engine anew in this thread: the policy's weights are changing meanwhile."""
+    """Disable restarts of a failed engine in this thread, as the policy's weights change."""
     token = _recovers.set(False)
     try:
         yield
@@ -79,21 +80,21 @@ def without_recovery() -> Iterator[None]:
 
 
 def may_recover() -> bool:
-    """Whether a failed engine may be started anew in this thread; see `without_recovery`."""
+    """Whether a failed engine may be restarted in this thread; see `without_recovery`."""
     return _recovers.get()
 
 
 class SyncedEngine(RolloutEngine):
-    """Generates with a copy of the policy, which `push` brings up to date.
+    """Generates with a copy of the policy, which `push` updates.
 
-    A failure (a crash, a hang, a push that did not come through) ends the engine; it is started
-    anew, given the policy's weights again, and generates the same responses from the same seeds.
+    After a failure (a crash, a hang, an incomplete push) the engine is restarted, gets the policy's
+    weights again, and generates the same responses from the same seeds.
 
     Args:
-        max_restarts: How often in a row a call may start the engine anew before it gives up.
+        max_restarts: Consecutive restarts of the engine within a call before it fails.
     """
 
-    # what `attach` sets
+    # set by `attach`
     _policy: nn.Module
     _tokenizer: PreTrainedTokenizerBase
     _processor: MediaProcessor | None
@@ -109,52 +110,52 @@ class SyncedEngine(RolloutEngine):
         self.restarts = 0
         self._running = False
         self._in_flight = False
-        """Whether a push leaves running what is being generated."""
+        """Whether generation continues during a push."""
 
-    # ------------------------------------------------------------------ what an engine brings
+    # ------------------------------------------------------------------ for subclasses
 
     @abstractmethod
     def _start(self) -> None:
-        """Start with the policy's architecture and any weights."""
+        """Start with the policy's architecture and arbitrary weights."""
 
     @abstractmethod
     def _stop(self) -> None:
-        """End, whatever state it is in; leaves nothing behind."""
+        """Stop, in any state, and release all resources."""
 
     @abstractmethod
     def _send(self, tensors: Fingerprinted) -> list[dict[str, str]]:
-        """Replace all weights, and forget what the old ones computed.
+        """Replace all weights, and clear caches.
 
         Returns:
-            Each worker's fingerprints of what it was given, as `as_text` writes them.
+            Fingerprints of the tensors that each worker received, see `as_text`.
         """
 
     @abstractmethod
     def _reset_caches(self) -> None:
-        """Forget keys, values and image features that the old weights computed."""
+        """Clear keys, values and image features."""
 
     @abstractmethod
     def _respond(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
         """Generate one response per request.
 
-        A response may say which weights sampled it; else all of them are those of the last push.
+        A response without ``weight_version`` has that of the last push.
         """
 
     @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """What the running engine keeps its weights in."""
+        """Type of the running engine's weights."""
 
     @property
     @abstractmethod
     def max_model_len(self) -> int:
-        """Tokens of the longest prompt and response together."""
+        """Most tokens of prompt and response together."""
 
-    # ------------------------------------------------------------------ contract
+    # ------------------------------------------------------------------ interface
 
     @property
     def capabilities(self) -> Capabilities:
-        """A copy of the weights; vLLM does not tell the kept mass."""
+        """A copy of the weights; vLLM does not return the kept mass."""
         return Capabilities(holds_copy=True, tells_kept_mass=False)
 
     def attach(
@@ -164,13 +165,13 @@ class SyncedEngine(RolloutEngine):
         processor: MediaProcessor | None = None,
     ) -> None:
         if policy is not getattr(self, "_policy", None):
-            # what runs has the architecture of the other one
+            # the running engine has the architecture of the other one
             self.close()
             self._weights = PolicyWeights(policy)
         self._policy, self._tokenizer, self._processor = policy, tokenizer, processor
 
     def close(self) -> None:
-        """End the engine; the next push starts it again."""
+        """Stop the engine; the next push starts it again."""
         self._version = None
         if self._running:
             self._running = False
@@ -217,11 +218,10 @@ class SyncedEngine(RolloutEngine):
             WeightSyncError: The engine has no weights yet.
             EngineFailure: The engine failed more than ``max_restarts`` times in a row, or once
                 where it may not recover, see `without_recovery`.
-            ValueError: A prompt leaves no room for the response, or shows what the engine does not
-                take.
+            ValueError: A prompt leaves no room for the response, or has unsupported media.
         """
         if self._version is None:
-            if not _recovers.get():  # the thread that may is about to bring weights
+            if not _recovers.get():  # another thread is about to push weights
                 raise EngineFailure(f"{type(self).__name__} has no weights at the moment")
             raise WeightSyncError(
                 f"{type(self).__name__} was given no weights: add lrlhf.callbacks.VLLMWeightSync "
@@ -229,23 +229,19 @@ class SyncedEngine(RolloutEngine):
             )
         check_seeds(seeds, prompts, num_generations)
         contexts = [ids.tolist() for ids in prompt_token_ids(prompts)]
-        shown = prompts.media or (None,) * len(prompts)
-        if not self.capabilities.media and any(media is not None for media in shown):
+        media = prompts.media or (None,) * len(prompts)
+        if not self.capabilities.media and any(entry is not None for entry in media):
             raise ValueError(
                 f"{type(self).__name__} takes no images, videos or audio: take "
                 "lrlhf.rollout.VLLMEngine, or TransformersEngine"
             )
-        rooms = [sampling.max_new_tokens] * len(prompts)
+        limits = [sampling.max_new_tokens] * len(prompts)
         if prompts.room is not None:
-            rooms = prompts.room.clamp(max=sampling.max_new_tokens).tolist()
+            limits = prompts.room.clamp(max=sampling.max_new_tokens).tolist()
+        groups = [row // num_generations for row in range(len(seeds))]
         requests = [
-            Request(
-                contexts[row // num_generations],
-                seed,
-                rooms[row // num_generations],
-                shown[row // num_generations],
-            )
-            for row, seed in enumerate(seeds)
+            Request(contexts[group], seed, limits[group], media[group])
+            for group, seed in zip(groups, seeds, strict=True)
         ]
 
         def respond() -> list[Response]:
@@ -257,7 +253,7 @@ class SyncedEngine(RolloutEngine):
         return assemble_rollout(
             prompts,
             [
-                # a restart may have brought newer weights
+                # after a restart the weights may be newer
                 replace(response, weight_version=self._version)
                 if response.weight_version is None
                 else response
@@ -284,15 +280,15 @@ class SyncedEngine(RolloutEngine):
         typical = float(torch.stack(medians).max())
         return ProbeGap(typical, float(gaps[mask].mean()), float(gaps[mask].max()), low_precision)
 
-    # ------------------------------------------------------------------ how it is done
+    # ------------------------------------------------------------------ pushes and restarts
 
-    # inference mode, as in validation, would leave tensors that no later push could write to
+    # tensors of inference mode, as in validation, could not be written by later pushes
     @torch.inference_mode(False)
     @torch.no_grad()
     def _push_once(self, version: int) -> None:
         if not self._in_flight:
             self._version = None
-        # adapters are merged in the precision of the weights, whatever the training step casts to
+        # adapters are merged in the precision of the weights, not of the training step's autocast
         with torch.autocast(self._device.type, enabled=False):
             self._start_together()
             self._turn += 1
@@ -300,22 +296,22 @@ class SyncedEngine(RolloutEngine):
             try:
                 arrived = self._send(tensors)
             except Exception:
-                # whether or not this rank's engine took them, others put their weights together
-                self._bring_parts(tensors)
+                # other ranks still gather their weights
+                self._exhaust(tensors)
                 raise
             for _ in tensors:
-                pass  # what the engine did not ask for was to arrive too
+                pass  # the fingerprints of all are compared
         expected = as_text(tensors.seen)
         for fingerprints in arrived:
             compare_fingerprints(expected, fingerprints)
         self._version = version
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Go through what a push brings; all ranks must, where weights are split."""
+        """Yield the tensors of a push; all ranks must iterate over sharded weights."""
         return self._weights.tensors(self.dtype)
 
     def _start_together(self) -> None:
-        """Start, and where ranks act together, only if all did."""
+        """Start; where ranks act together, fail unless all started."""
         if self._running:
             return
         self._running = True
@@ -339,7 +335,7 @@ class SyncedEngine(RolloutEngine):
                 result = call()
             except EngineFailure as error:
                 failure = str(error)
-            except Exception as error:  # noqa: BLE001  raised again once every rank knows of it
+            except Exception as error:  # noqa: BLE001  raised below, after the exchange of ranks
                 fatal = error
             worst = self._worst_of_ranks(2 if fatal else 1 if failure else 0)
             if worst == 0:
@@ -349,7 +345,7 @@ class SyncedEngine(RolloutEngine):
             failure = failure or "the engine failed on another rank"
             if worst == 2:
                 raise EngineFailure(f"{failure}, which cannot be mended")
-            # only here, where the error's traceback holds the engine's memory no more
+            # outside of the handler, whose traceback would keep the engine's memory
             self.close()
             if failures == self.max_restarts:
                 raise EngineFailure(f"{failure}, after {failures} restarts (engine.max_restarts)")
@@ -357,32 +353,28 @@ class SyncedEngine(RolloutEngine):
             self.restarts += 1
             logger.warning("%s; starting the engine again", failure)
 
-    def _bring_parts(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Go through what is left, where other ranks need this one's parts of it."""
+    def _exhaust(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Iterate over the remaining tensors, where other ranks need this rank's shards."""
         if self._weights.are_split:
             for _ in tensors:
                 pass
 
     @property
     def _acts_with_ranks(self) -> bool:
-        """Whether ranks share this engine, or parts of the weights that a new one is given."""
+        """Whether ranks share this engine, or the sharded weights of a push."""
         return self._weights.are_split
 
-    def _worst_of_ranks(self, trouble: int) -> int:
-        """Return the largest number of the ranks that act together."""
-        if not self._acts_with_ranks:
-            return trouble
-        troubles = [trouble] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(troubles, trouble)
-        return max(troubles)
+    def _worst_of_ranks(self, status: int) -> int:
+        """Return the largest status (0: fine, 1: failed, 2: fatal) of ranks that act together."""
+        return max(gather_ranks(status)) if self._acts_with_ranks else status
 
     @property
     def _device(self) -> torch.device:
         return device_of(self._policy)
 
     def _check_requests(self, requests: Sequence[Request]) -> None:
-        """Refuse what the engine has no room for."""
-        longest = max(requests, key=lambda one: len(one.prompt_ids) + one.max_tokens)
+        """Raise ``ValueError`` for requests that are too long."""
+        longest = max(requests, key=lambda each: len(each.prompt_ids) + each.max_tokens)
         needed = len(longest.prompt_ids) + longest.max_tokens
         if needed > self.max_model_len:
             raise ValueError(
@@ -396,10 +388,9 @@ class SyncedEngine(RolloutEngine):
 def _probe_prompts(
     tokenizer: PreTrainedTokenizerBase, processor: MediaProcessor | None, *, max_model_len: int
 ) -> PromptBatch:
-    """Return the same prompts every time, with an image or noise also where the policy takes it.
+    """Return fixed prompts, for a multimodal policy with an image or audio too.
 
-    They fill several blocks of a prefix cache, so that states which older weights left there
-    show up too.
+    They fill several blocks of a prefix cache, so that stale blocks of older weights show up.
     """
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     ordinary = [token for token in range(len(tokenizer)) if token not in special]
@@ -408,8 +399,8 @@ def _probe_prompts(
     rows: list[list[int]] = numbers.choice(ordinary, (_PROBE_PROMPTS, length)).tolist()
     media: list[Media | None] = [None] * _PROBE_PROMPTS
     if processor is not None:
-        seen = processor.specimen(tokenizer, size=_PROBE_IMAGE)
-        if len(seen.input_ids) + PROBE_RESPONSE <= max_model_len:
-            rows.append(seen.input_ids)
-            media.append(seen.media)
-    return untold_prompts(rows, tuple(media))
+        specimen = processor.specimen(tokenizer, size=_PROBE_IMAGE)
+        if len(specimen.input_ids) + PROBE_RESPONSE <= max_model_len:
+            rows.append(specimen.input_ids)
+            media.append(specimen.media)
+    return token_prompts(rows, tuple(media))

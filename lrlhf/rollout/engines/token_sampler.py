@@ -1,4 +1,4 @@
-"""Tokens sampled one step at a time, within ``transformers.generate``."""
+"""Sampling of tokens and stopping within ``transformers.generate``."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from lrlhf.rollout.responses import Response
 from lrlhf.rollout.sampling import Sampling
 
 _MOST = 80.0
-"""Nats between two probabilities of a token, the exponential of which float32 still holds."""
+"""Largest difference of log-probabilities in nats whose exponential fits in float32."""
 
 
 class TokenSampler(LogitsProcessor):
-    """Samples each row's token from its own random stream and remembers its log-probability."""
+    """Samples each row's token from its own random stream and records its log-probability."""
 
     def __init__(
         self,
@@ -41,9 +41,9 @@ class TokenSampler(LogitsProcessor):
         self._prompt_mask = prompt_mask
         self._ruled_out = torch.tensor(ruled_out, dtype=torch.long)
         self._prompt_width = prompt_mask.shape[1]
-        steps = sampling.max_new_tokens
+        streams = [np.random.Generator(np.random.Philox(seed)) for seed in seeds]
         self._uniform = torch.from_numpy(
-            np.stack([np.random.Generator(np.random.Philox(seed)).random(steps) for seed in seeds])
+            np.stack([stream.random(sampling.max_new_tokens) for stream in streams])
         )
         self._warpers: list[LogitsProcessor] = []
         if sampling.top_k > 0:
@@ -58,7 +58,7 @@ class TokenSampler(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         step = input_ids.shape[1] - self._prompt_width
         greedy = self._sampling.temperature == 0
-        if len(self._ruled_out):  # of a text model there are none, and this copies all scores
+        if len(self._ruled_out):  # empty for text models, as this copies all scores
             scores = scores.index_fill(1, self._ruled_out.to(scores.device), -torch.inf)
         if self._sampling.penalizes:
             scores = self._penalized(input_ids, scores.float())
@@ -76,47 +76,47 @@ class TokenSampler(LogitsProcessor):
             chosen = logprobs.argmax(dim=-1)
         else:
             chosen = _inverse_cdf(logprobs, self._uniform[:, step].to(scores.device))
-        own, drawn = (one.gather(1, chosen[:, None])[:, 0] for one in (full, logprobs))
+        own, drawn = (values.gather(1, chosen[:, None])[:, 0] for values in (full, logprobs))
         self._logprobs.append(drawn)
         if self._warpers or self._sampling.first_temperature is not None:
-            # of a token that the policy would hardly draw, no 0, whose logarithm is no number
+            # never 0, whose logarithm is infinite
             self._kept_mass.append((own - drawn).clamp(-_MOST, _MOST).exp())
-        # generate takes the argmax of what is returned: leave it one token to take
+        # `generate` takes the argmax
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen[:, None], 0.0)
 
     def _hot(self, input_ids: Int[Tensor, "B L"], scores: Float[Tensor, "B V"]) -> Tensor:
-        """Return log-probabilities of what the first token is drawn from."""
+        """Return log-probabilities of the first token's sampling distribution (FIRE)."""
         scores = scores.float() / (self._sampling.first_temperature or 1.0)
         if self._sampling.first_top_k:
-            keep: LogitsProcessor = TopKLogitsWarper(self._sampling.first_top_k)
-            scores = keep(input_ids, scores)
+            top_k: LogitsProcessor = TopKLogitsWarper(self._sampling.first_top_k)
+            scores = top_k(input_ids, scores)
         return scores.log_softmax(-1)
 
     def _penalized(
         self, input_ids: Int[Tensor, "B L"], scores: Float[Tensor, "B V"]
     ) -> Float[Tensor, "B V"]:
-        """Apply the penalties of `Sampling`; padding is no token that was said."""
-        sampling, width = self._sampling, self._prompt_width
-        asked, said = (
-            torch.zeros_like(scores).scatter_add_(1, ids, counted.to(scores))
-            for ids, counted in (
-                (input_ids[:, :width], self._prompt_mask),
-                (input_ids[:, width:], torch.ones_like(input_ids[:, width:])),
-            )
+        """Apply the penalties of `Sampling`; padding does not count."""
+        sampling, (prompt, response) = (
+            self._sampling,
+            input_ids.tensor_split([self._prompt_width], dim=1),
+        )
+        in_prompt, count = (
+            torch.zeros_like(scores).scatter_add_(1, ids, mask.to(scores))
+            for ids, mask in ((prompt, self._prompt_mask), (response, torch.ones_like(response)))
         )
         factor = torch.where(
             scores > 0, 1 / sampling.repetition_penalty, sampling.repetition_penalty
         )
-        scores = torch.where(asked + said > 0, scores * factor, scores)
-        presence = sampling.presence_penalty * (said > 0)
-        return scores - presence - sampling.frequency_penalty * said
+        scores = torch.where(in_prompt + count > 0, scores * factor, scores)
+        presence = sampling.presence_penalty * (count > 0)
+        return scores - presence - sampling.frequency_penalty * count
 
     def responses(self, token_ids: Tensor, ends: Tensor) -> list[Response]:
-        """Cut the rows where they ended.
+        """Return the responses.
 
         Args:
             token_ids: `[B, L]`, padded behind the end.
-            ends: `[B]`, tokens of each response, 0 where it ran into the length limit.
+            ends: `[B]`, tokens of each response, 0 where it was truncated.
         """
         logprobs = torch.stack(self._logprobs, dim=1)
         masses = torch.stack(self._kept_mass, dim=1) if self._kept_mass else None
@@ -134,10 +134,10 @@ class TokenSampler(LogitsProcessor):
         return responses
 
 
-class Ending(StoppingCriteria):
-    """Ends a row at any end-of-sequence token or stop string, and remembers where.
+class RecordedStop(StoppingCriteria):
+    """Stops a row at any end-of-sequence token or stop string, and records the length.
 
-    Looking for padding afterwards would not do: the pad token often is an end-of-sequence token.
+    Padding does not show the length: the pad token often is an end-of-sequence token.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Ending(StoppingCriteria):
             self.ends = torch.zeros(len(input_ids), dtype=torch.long, device=input_ids.device)
         done = torch.isin(input_ids[:, -1], self._eos.to(input_ids.device))
         if self._strings is not None:
-            # only the response: a stop string inside the prompt must not end it at once
+            # only the response: a stop string in the prompt does not count
             done |= self._strings(input_ids[:, self._prompt_width :], scores)
         length = input_ids.shape[1] - self._prompt_width
         self.ends = torch.where((self.ends == 0) & done, length, self.ends)
@@ -166,32 +166,32 @@ class Ending(StoppingCriteria):
 
 
 def _inverse_cdf(logprobs: Tensor, uniform: Tensor) -> Tensor:
-    """Pick the token at which the cumulated probability passes ``uniform``."""
+    """Return the token at which the cumulative probability passes ``uniform``."""
     # float32 sums over a large vocabulary would drift by more than a rare token's probability
-    cumulated = _cumulated(logprobs.double().exp())
-    target = uniform[:, None] * cumulated[:, -1:]
-    chosen = torch.searchsorted(cumulated, target, right=True)[:, 0]
+    cumulative = _cumsum(logprobs.double().exp())
+    target = uniform[:, None] * cumulative[:, -1:]
+    chosen = torch.searchsorted(cumulative, target, right=True)[:, 0]
     return chosen.clamp(max=logprobs.shape[1] - 1)
 
 
 class _TopP(TopPLogitsWarper):
-    """Keeps what its parent keeps, with sums that CUDA computes in the same order every time."""
+    """Top-p as in its parent, with deterministic sums on CUDA."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if not torch.are_deterministic_algorithms_enabled():
-            kept: Tensor = super().__call__(input_ids, scores)
-            return kept
+            result: Tensor = super().__call__(input_ids, scores)
+            return result
         ordered, order = scores.sort(dim=-1)
-        cut = _cumulated(ordered.double().softmax(dim=-1)) <= 1 - self.top_p
+        cut = _cumsum(ordered.double().softmax(dim=-1)) <= 1 - self.top_p
         cut[:, -self.min_tokens_to_keep :] = False
         return scores.masked_fill(torch.zeros_like(cut).scatter(1, order, cut), self.filter_value)
 
 
-def _cumulated(probabilities: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
-    """Cumulate float64 numbers whose sum is about 1.
+def _cumsum(probabilities: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
+    """Cumulative sum of float64 numbers whose total is about 1.
 
-    CUDA adds them up in any order, and refuses to where algorithms are to be deterministic. Then
-    they are rounded to multiples of 2⁻⁵², and whole numbers are added up.
+    CUDA adds floats in any order, and refuses to with deterministic algorithms. Then they are
+    rounded to multiples of 2⁻⁵² and added as integers.
     """
     if not torch.are_deterministic_algorithms_enabled():
         return probabilities.cumsum(dim=-1)

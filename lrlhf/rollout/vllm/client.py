@@ -1,4 +1,4 @@
-"""What the trainer asks of a vLLM server."""
+"""HTTP client of a vLLM server."""
 
 from __future__ import annotations
 
@@ -9,19 +9,14 @@ import httpx
 from lrlhf.rollout.engines.synced_engine import EngineFailure
 
 Address: TypeAlias = tuple[str, str]
-"""URL and token; a server that is started again has others."""
+"""URL and token, which change when a server is restarted."""
 
 GENERATE = "/inference/v1/generate"
-"""Where token ids go in and come out."""
+"""Route with token ids as input and output."""
 
 
-class FailureAnswer(EngineFailure):
-    """A server said itself that it cannot do what it was asked for.
-
-    Args:
-        message: What it said.
-        status: Of its answer.
-    """
+class ServerResponseError(EngineFailure):
+    """A server responded with an error status."""
 
     def __init__(self, message: str, *, status: int) -> None:
         super().__init__(message)
@@ -29,16 +24,16 @@ class FailureAnswer(EngineFailure):
 
     @property
     def busy(self) -> bool:
-        """Whether it, or what stands before it, has too much to do, which tells nothing of it."""
+        """Whether the server, or a proxy, is overloaded."""
         return self.status in (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
 
 
 class ServerClient:
-    """Talks HTTP to a server; any trouble on the way is an `EngineFailure`.
+    """HTTP client; errors of the connection are `EngineFailure`s.
 
     Args:
-        url: Of the server, without a path.
-        token: Shown with every request.
+        url: URL of the server, without a path.
+        token: Bearer token of requests.
     """
 
     def __init__(self, url: str, token: str) -> None:
@@ -49,7 +44,7 @@ class ServerClient:
             "headers": {"Authorization": f"Bearer {token}"},
             "limits": httpx.Limits(max_connections=None, max_keepalive_connections=32),
             "timeout": httpx.Timeout(30.0, read=None, pool=None),
-            # a proxy of the environment is not meant for a server of one's own
+            # without proxies of the environment
             "trust_env": False,
         }
         self._http = httpx.Client(**self._settings)
@@ -60,14 +55,14 @@ class ServerClient:
         return self.url, self.token
 
     def close(self) -> None:
-        """Break off what is still open."""
+        """Close all connections."""
         self._http.close()
 
     def is_healthy(self, *, timeout: float = 5.0) -> bool:
-        """Whether the server answers and its engine lives."""
+        """Whether the server and its engine run."""
         try:
             request = self._http.build_request("GET", "/health", timeout=timeout)
-            # until a server is known to answer, someone else might be at this address
+            # before the server runs, another process may listen there
             del request.headers["Authorization"]
             return self._http.send(request).status_code == httpx.codes.OK
         except (httpx.TransportError, RuntimeError):  # RuntimeError: closed meanwhile
@@ -76,52 +71,54 @@ class ServerClient:
     def post(
         self, path: str, body: dict[str, Any] | None = None, *, timeout: float | None = None
     ) -> Any:
-        """Send a request and return the JSON of the answer; None if it is none.
+        """Send a request and return the JSON of the response; None if it is none.
 
         Args:
             path: Route, with its query.
             body: JSON.
-            timeout: Seconds until the answer; None: without an end.
+            timeout: Seconds until the response; None: no limit.
 
         Raises:
-            EngineFailure: The server is gone, took too long, or, as a `FailureAnswer`, failed.
-            ValueError: It refuses what was asked.
-            PermissionError: It wants another token.
+            EngineFailure: The connection failed or timed out, or, as a `ServerResponseError`, the
+                server failed.
+            ValueError: It refuses the request.
+            PermissionError: It refuses the token.
         """
-        return self._ask("POST", path, body, timeout)
+        return self.request("POST", path, body, timeout=timeout)
 
-    def get(self, path: str, *, timeout: float | None = None) -> Any:
-        """Ask for something; see `post`."""
-        return self._ask("GET", path, None, timeout)
-
-    def _ask(
-        self, method: str, path: str, body: dict[str, Any] | None, timeout: float | None
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        timeout: float | None = None,
     ) -> Any:
+        """Send a request with any method; see `post`."""
         limits = httpx.Timeout(30.0, read=timeout, pool=None)
         try:
-            answer = self._http.request(method, path, json=body, timeout=limits)
+            response = self._http.request(method, path, json=body, timeout=limits)
         except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: closed meanwhile
-            raise _unanswered(path, error) from error
-        self._check(answer)
-        # some routes answer with words
-        told = answer.headers.get("content-type", "").startswith("application/json")
-        return answer.json() if told else None
+            raise _connection_failure(path, error) from error
+        self._check(response)
+        # some routes respond with text
+        is_json = response.headers.get("content-type", "").startswith("application/json")
+        return response.json() if is_json else None
 
-    def _check(self, answer: httpx.Response) -> None:
-        path = answer.request.url.path
-        if answer.status_code == httpx.codes.UNAUTHORIZED:
+    def _check(self, response: httpx.Response) -> None:
+        path = response.request.url.path
+        if response.status_code == httpx.codes.UNAUTHORIZED:
             raise PermissionError(
-                f"the vLLM server at {self.url} wants another token: set VLLM_API_KEY here to the "
-                "one that the server was started with"
+                f"the vLLM server at {self.url} requires another token: set VLLM_API_KEY here to "
+                "the one that the server was started with"
             )
         passing = (httpx.codes.NOT_FOUND, httpx.codes.TOO_MANY_REQUESTS)
-        if answer.is_server_error or answer.status_code in passing:
-            raise FailureAnswer(
-                f"the vLLM server answered {path} with {answer.status_code}: {answer.text[:500]}",
-                status=answer.status_code,
-            )
-        if answer.is_error:
-            raise ValueError(f"the vLLM server refused {path}: {answer.text[:500]}")
+        if response.is_server_error or response.status_code in passing:
+            status, text = response.status_code, response.text[:500]
+            message = f"the vLLM server answered {path} with {status}: {text}"
+            raise ServerResponseError(message, status=status)
+        if response.is_error:
+            raise ValueError(f"the vLLM server refused {path}: {response.text[:500]}")
 
     def call_workers(self, method: str, *args: str, timeout: float | None = None) -> list[Any]:
         """Call a method of every worker and return their results."""
@@ -130,24 +127,19 @@ class ServerClient:
         return results
 
     def session(self) -> httpx.AsyncClient:
-        """Return what many requests can be open in at once."""
+        """Return a client for many concurrent requests."""
         return httpx.AsyncClient(**self._settings)
 
     async def generate(self, session: httpx.AsyncClient, body: dict[str, Any]) -> bytes:
-        """Ask for one response and return the JSON of the answer; see `post`.
-
-        Args:
-            session: An open `session` of this client.
-            body: Of `GENERATE`.
-        """
+        """Post ``body`` to `GENERATE` in an open `session`, and return the JSON; see `post`."""
         try:
-            answer = await session.post(GENERATE, json=body)
+            response = await session.post(GENERATE, json=body)
         except httpx.TransportError as error:
-            raise _unanswered(GENERATE, error) from error
-        self._check(answer)
-        return answer.content
+            raise _connection_failure(GENERATE, error) from error
+        self._check(response)
+        return response.content
 
 
-def _unanswered(path: str, error: Exception) -> EngineFailure:
+def _connection_failure(path: str, error: Exception) -> EngineFailure:
     reason = f"{type(error).__name__}: {error}"
     return EngineFailure(f"the vLLM server did not answer {path} ({reason})")

@@ -1,15 +1,18 @@
-"""Requests on their way to replicas, and what becomes of them when a replica fails."""
+"""Dispatch of requests to replicas: routing, open requests, and retries after failures."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+import threading
+import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import msgspec
 import torch
@@ -18,61 +21,51 @@ from lrlhf.background import in_background
 from lrlhf.rollout.engines.synced_engine import EngineFailure
 from lrlhf.rollout.responses import Response
 from lrlhf.rollout.vllm.client import Address, ServerClient
-from lrlhf.rollout.vllm.fleet import Placement, Router, Traffic
 from lrlhf.rollout.vllm.vllm_base import read_response
 
 _NO_NUMBER = -9999.0
-"""What vLLM writes for a log-probability that is NaN or infinite, as JSON has neither."""
+"""Value of vLLM for a log-probability that is NaN or infinite, as JSON has neither."""
 
 
-class Logprob(msgspec.Struct):
-    """Of one token."""
-
+class _Logprob(msgspec.Struct):
     logprob: float
 
 
-class Logprobs(msgspec.Struct):
-    """Of all tokens."""
-
-    content: list[Logprob]
+class _Logprobs(msgspec.Struct):
+    content: list[_Logprob]
 
 
-class Span(msgspec.Struct):
-    """Tokens that weights of one version sampled."""
+class VersionSpan(msgspec.Struct):
+    """Tokens that were sampled by weights of one version."""
 
     version: str
     start: int
     end: int
 
 
-class Choice(msgspec.Struct):
-    """One response."""
-
+class _Choice(msgspec.Struct):
     token_ids: list[int]
-    logprobs: Logprobs
+    logprobs: _Logprobs
     finish_reason: str | None
-    weight_versions: list[Span] | None = None
+    weight_versions: list[VersionSpan] | None = None
 
 
-class Answer(msgspec.Struct):
-    """The fields that are read; all others are skipped without being built."""
+class _GenerateResponse(msgspec.Struct):
+    """The fields that are read; others are skipped."""
 
-    choices: list[Choice]
+    choices: list[_Choice]
     prompt_token_ids: list[int]
 
 
-_DECODER = msgspec.json.Decoder(Answer)
+_DECODER = msgspec.json.Decoder(_GenerateResponse)
 
 
-def read_answer(content: bytes, prompt: Sequence[int]) -> tuple[Response, list[Span]]:
-    """Read a response, and which weights sampled it.
-
-    Args:
-        content: JSON.
-        prompt: What the server was asked to go on from.
+def decode_response(content: bytes, prompt: Sequence[int], versions: Mapping[str, int]) -> Response:
+    """Decode the JSON of a response.
 
     Raises:
-        EngineFailure: The answer is broken, or one to something else.
+        EngineFailure: It is invalid, answers another prompt, or has a token of other weights than
+            those of ``versions``.
     """
     try:
         answer = _DECODER.decode(content)
@@ -81,8 +74,8 @@ def read_answer(content: bytes, prompt: Sequence[int]) -> tuple[Response, list[S
     if answer.prompt_token_ids != list(prompt):
         raise EngineFailure("vLLM answered another prompt than the one it was given")
     (choice,) = answer.choices
-    found = [one.logprob for one in choice.logprobs.content]
-    logprobs = [math.nan if one <= _NO_NUMBER else one for one in found]
+    values = [token.logprob for token in choice.logprobs.content]
+    logprobs = [math.nan if value <= _NO_NUMBER else value for value in values]
     response = read_response(choice.token_ids, logprobs, choice.finish_reason)
     if not choice.token_ids:
         raise EngineFailure("vLLM answered without a token")
@@ -92,73 +85,224 @@ def read_answer(content: bytes, prompt: Sequence[int]) -> tuple[Response, list[S
             break
         end = span.end
     if end != len(choice.token_ids):
-        raise EngineFailure("vLLM does not say of every token which weights sampled it")
-    return response, spans
+        raise EngineFailure("vLLM does not return the weight version of every token")
+    if any(span.version not in versions for span in spans):
+        raise EngineFailure("the vLLM server has other weights than it was given here")
+    tokens = [versions[span.version] for span in spans for _ in range(span.start, span.end)]
+    if len(set(tokens)) > 1:
+        (segment,) = response.segments
+        segment = replace(segment, versions=torch.tensor(tokens, dtype=torch.long))
+        response = replace(response, segments=(segment,))
+    return replace(response, weight_version=min(tokens))
 
 
-def with_versions(response: Response, spans: Sequence[Span], known: Mapping[str, int]) -> Response:
-    """Say of a response which weights sampled it.
+BLOCK = 64
+"""Tokens of a block; prefixes count as cached in complete blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The replica of a request, and the expected tokens to compute there."""
+
+    replica: int
+    tokens: int
+
+
+class Router:
+    """Prefix-aware routing: chooses the replica with the fewest tokens to compute.
+
+    Requests with one prompt go together. Their cost at a replica is the tokens of the prompt that
+    are not in its prefix cache, and they go where the sum of this cost and its load is the
+    smallest. So the next turn of an episode goes where its history is cached, until the load there
+    outweighs the cache. NVIDIA Dynamo's router adds the same two, blocks to prefill and blocks in
+    use; those of SGLang and Ray Serve follow the prefix until the loads are too different.
+
+    The contents of a cache are estimated: all prompts and responses since it was last cleared.
+    Evicted blocks count as cached.
+
+    Every rank has a router of its own, without other ranks' requests. Ties are broken in another
+    order on each, so that ranks that start together choose different replicas.
 
     Args:
-        response: Of one turn.
-        spans: By the server's names of versions.
-        known: Training iterations behind the weights of each name.
-
-    Raises:
-        EngineFailure: The weights of a version did not come from here.
+        replicas: Numbers of the replicas.
+        first: Index of the replica that wins ties.
     """
-    versions = []
-    for span in spans:
-        if span.version not in known:
-            raise EngineFailure("the vLLM server has other weights than it was given here")
-        versions += [known[span.version]] * (span.end - span.start)
-    if len(set(versions)) > 1:
-        (whole,) = response.segments
-        mixed = replace(whole, versions=torch.tensor(versions, dtype=torch.long))
-        response = replace(response, segments=(mixed,))
-    return replace(response, weight_version=min(versions))
+
+    def __init__(self, replicas: Collection[int], *, first: int = 0) -> None:
+        order = sorted(replicas)
+        turn = first % len(order)
+        self._order = order[turn:] + order[:turn]
+        self._load = dict.fromkeys(order, 0)
+        self._cached: dict[int, set[int]] = {number: set() for number in order}
+        self._lock = threading.Lock()
+
+    def place(
+        self, prompt: Sequence[int], most: Sequence[int], *, among: Collection[int]
+    ) -> list[Placement]:
+        """Choose a replica for requests with one prompt, of at most ``most`` new tokens each.
+
+        Returns:
+            One placement per request, for `finished`.
+        """
+        blocks = list(_blocks(prompt))
+        with self._lock:
+            missing = {each: len(prompt) - self._length(each, blocks) for each in among}
+            chosen = min(
+                (each for each in self._order if each in among),
+                key=lambda each: self._load[each] + missing[each],
+            )
+            # the first computes the prompt for all
+            tokens = [most[0] + missing[chosen], *most[1:]]
+            self._load[chosen] += sum(tokens)
+            self._cached[chosen].update(blocks)
+        return [Placement(chosen, each) for each in tokens]
+
+    def finished(self, placement: Placement, sequence: Sequence[int] = ()) -> None:
+        """Remove a request from the load; ``sequence``, prompt and response, is cached now."""
+        blocks = list(_blocks(sequence))
+        with self._lock:
+            self._load[placement.replica] -= placement.tokens
+            self._cached[placement.replica].update(blocks)
+
+    def forget(self) -> None:
+        """Record that all caches were cleared."""
+        with self._lock:
+            for cached in self._cached.values():
+                cached.clear()
+
+    def _length(self, replica: int, blocks: Sequence[int]) -> int:
+        """Return the number of cached tokens of a prompt."""
+        cached = self._cached[replica]
+        for count, block in enumerate(blocks):
+            if block not in cached:
+                return count * BLOCK
+        return len(blocks) * BLOCK
+
+
+def _blocks(tokens: Sequence[int]) -> Iterator[int]:
+    """Yield the hash of every complete block with all blocks before it."""
+    chain = 0
+    for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
+        chain = hash((chain, *tokens[start : start + BLOCK]))
+        yield chain
+
+
+@dataclass
+class _OpenRequests:
+    count: int = 0
+    last_response: float = 0.0
+
+
+class Traffic:
+    """Shares the slots of servers between calls, first come, first served.
+
+    It has one clock per server for all calls: a request may wait for those of another call, whose
+    responses show that the server works.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: WeakKeyDictionary[ServerClient, _OpenRequests] = WeakKeyDictionary()
+        self._waiting: dict[int, Callable[[], object]] = {}
+        self._calls = 0
+
+    def enter(self) -> int:
+        """Return the number of a new call."""
+        with self._lock:
+            self._calls += 1
+            return self._calls
+
+    def may_place(self, call: int, wake: Callable[[], object]) -> bool:
+        """Whether a call may take slots now.
+
+        Args:
+            call: Its number.
+            wake: Called from any thread when slots may be free, until `placed`.
+        """
+        with self._lock:
+            self._waiting[call] = wake
+            return call == min(self._waiting)
+
+    def placed(self, call: int) -> None:
+        """Record that a call needs no slot at present."""
+        with self._lock:
+            if self._waiting.pop(call, None) is not None:
+                self._wake_first()
+
+    def has_slot(self, server: ServerClient, most: int) -> bool:
+        """Whether a server with ``most`` slots has a free one."""
+        with self._lock:
+            return self._of(server).count < most
+
+    def opened(self, server: ServerClient, count: int) -> None:
+        """Record requests to a server."""
+        with self._lock:
+            requests = self._of(server)
+            if not requests.count:
+                requests.last_response = time.monotonic()
+            requests.count += count
+
+    def closed(self, server: ServerClient, *, answered: bool) -> None:
+        """Record the end of a request, and whether there was a response."""
+        with self._lock:
+            requests = self._of(server)
+            requests.count -= 1
+            if answered:
+                requests.last_response = time.monotonic()
+            self._wake_first()
+
+    def silence(self, server: ServerClient) -> float:
+        """Return the seconds without a response of a server with open requests."""
+        with self._lock:
+            return time.monotonic() - self._of(server).last_response
+
+    def _of(self, server: ServerClient) -> _OpenRequests:
+        return self._open.setdefault(server, _OpenRequests())
+
+    def _wake_first(self) -> None:
+        if self._waiting:
+            self._waiting[min(self._waiting)]()
 
 
 _LOOK_SECONDS = 1.0
-"""How often it is looked whether a replica hangs."""
+"""Seconds between checks for replicas that hang."""
 
 
 @dataclass(frozen=True)
 class Targets:
-    """Where requests can go: servers with the same weights. Never changed, only replaced."""
+    """Servers with the same weights. Never changed, only replaced."""
 
     clients: Mapping[int, ServerClient]
     models: Mapping[int, str]
-    """What a replica calls the model."""
+    """Name of the model at each replica."""
     router: Router
     on_failure: Callable[[int, EngineFailure], None]
-    """Told of a replica that failed; nothing more is sent there."""
+    """Called with a replica that failed, which gets no further requests."""
     versions: Mapping[str, int]
-    """Training iterations behind the weights that a response may come from, by their names."""
+    """Training iterations behind the accepted weights, by name."""
     failed: Mapping[Address, str] = field(default_factory=dict)
-    """Replicas that failed meanwhile, here or in another call, and why."""
+    """Reasons of replicas that failed meanwhile, in any call."""
     traffic: Traffic = field(default_factory=Traffic)
-    """Of all calls."""
+    """Traffic of all calls."""
 
 
 def respond(
     bodies: Sequence[dict[str, Any]], targets: Targets, *, concurrency: int, stall: float
 ) -> list[Response]:
-    """Ask for one response per body, and return them in that order.
+    """Return one response per body, in order.
 
-    Requests with one prompt stay together, see `Router`. What a replica leaves unfinished that
-    fails, breaks a response off or hangs, the others are asked for again.
+    Requests with one prompt stay together, see `Router`. Unfinished requests of a replica that
+    fails, aborts a response or hangs are repeated by others.
 
     Args:
-        bodies: Requests for tokens, without the model's name.
-        targets: Where they can go.
-        concurrency: Requests that a replica has at the same time, of all calls; those of one
-            prompt may be more.
+        bodies: Requests, without the model's name.
+        targets: The servers.
+        concurrency: Open requests of a replica, of all calls; those of one prompt may exceed it.
         stall: Seconds without a response to any call after which a replica counts as hung.
 
     Raises:
         EngineFailure: No replica is left.
-        ValueError: One of them refuses a request.
+        ValueError: A replica refuses a request.
     """
     call = _Call(bodies, targets, concurrency, stall)
     return in_background(lambda: asyncio.run(call.run()), name="vllm-requests").result()
@@ -178,20 +322,17 @@ class _Call:
         self._targets = targets
         self._most = concurrency
         self._stall = stall
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for index, body in enumerate(bodies):
-            groups.setdefault(tuple(body["token_ids"]), []).append(index)
-        self._waiting = deque(groups.values())
+        self._waiting = deque(self._by_prompt(range(len(bodies))))
         self._running: dict[asyncio.Task[Response], tuple[int, Placement]] = {}
-        self._left = set(targets.clients)
-        """Replicas that this call has not given up."""
+        self._remaining = set(targets.clients)
+        """Replicas that have not failed in this call."""
         self._traffic = targets.traffic
         self._number = self._traffic.enter()
         self._responses: dict[int, Response] = {}
         self._failure: EngineFailure | None = None
 
     async def run(self) -> list[Response]:
-        """Go on until all responses are there."""
+        """Run until all responses are complete."""
         loop = asyncio.get_running_loop()
         self._woken = loop.create_future()
         wake = partial(loop.call_soon_threadsafe, self._wake)
@@ -212,9 +353,9 @@ class _Call:
                     if self._woken.done():
                         self._woken = loop.create_future()
                     done = [task for task in self._running if task.done()]
-                    # what a replica answered before it failed counts
-                    for task in sorted(done, key=lambda one: one.exception() is not None):
-                        await self._take(task)
+                    # responses before a failure count
+                    for task in sorted(done, key=lambda each: each.exception() is not None):
+                        await self._finish(task)
                     await self._drop_hung()
             finally:
                 self._traffic.placed(self._number)
@@ -227,15 +368,16 @@ class _Call:
             self._woken.set_result(None)
 
     def _place(self, wake: Callable[[], object]) -> None:
-        """Send what waits to replicas that have a place free."""
+        """Send waiting requests to replicas with free slots."""
         clients, failed = self._targets.clients, self._targets.failed
         while self._waiting:
-            left = [number for number in self._left if clients[number].address not in failed]
-            if not left:
-                raise self._told(failed)
+            remaining = [each for each in self._remaining if clients[each].address not in failed]
+            if not remaining:
+                (*_, last) = failed.values() or ["none has weights"]
+                raise self._failure or EngineFailure(f"no vLLM server is left: {last}")
             if not self._traffic.may_place(self._number, wake):
                 return
-            free = [one for one in left if self._traffic.has_place(clients[one], self._most)]
+            free = [each for each in remaining if self._traffic.has_slot(clients[each], self._most)]
             if not free:
                 return
             group = self._waiting.popleft()
@@ -245,25 +387,17 @@ class _Call:
             chosen = placed[0].replica
             self._traffic.opened(clients[chosen], len(group))
             for index, placement in zip(group, placed, strict=True):
-                task = asyncio.create_task(self._ask(self._bodies[index], chosen))
+                task = asyncio.create_task(self._generate(self._bodies[index], chosen))
                 self._running[task] = index, placement
         self._traffic.placed(self._number)
 
-    def _told(self, failed: Mapping[Address, str]) -> EngineFailure:
-        """Return why no replica is left."""
-        if self._failure is None:
-            (*_, last) = failed.values() or ["none has weights"]
-            self._failure = EngineFailure(f"no vLLM server is left: {last}")
-        return self._failure
+    async def _generate(self, body: dict[str, Any], number: int) -> Response:
+        body = {**body, "model": self._targets.models[number]}
+        content = await self._targets.clients[number].generate(self._sessions[number], body)
+        return decode_response(content, body["token_ids"], self._targets.versions)
 
-    async def _ask(self, body: dict[str, Any], number: int) -> Response:
-        asked = {**body, "model": self._targets.models[number]}
-        content = await self._targets.clients[number].generate(self._sessions[number], asked)
-        response, spans = read_answer(content, body["token_ids"])
-        return with_versions(response, spans, self._targets.versions)
-
-    async def _take(self, task: asyncio.Task[Response]) -> None:
-        """Keep a response; without one, the replica failed."""
+    async def _finish(self, task: asyncio.Task[Response]) -> None:
+        """Store the response of a task, or drop its replica."""
         if task not in self._running:
             return  # its replica was dropped meanwhile
         index, placement = self._running[task]
@@ -288,16 +422,22 @@ class _Call:
                 await self._drop(number, EngineFailure(message))
 
     async def _drop(self, number: int, failure: EngineFailure) -> None:
-        """Give what a replica has not finished to the others."""
-        self._left.discard(number)
+        """Move unfinished requests of a replica to the front of the queue."""
+        self._remaining.discard(number)
         self._failure = failure
         self._targets.on_failure(number, failure)
-        groups: dict[tuple[int, ...], list[int]] = {}
+        unfinished = []
         for task, (index, placement) in list(self._running.items()):
             if placement.replica == number:
                 await self._cancel(task)
-                groups.setdefault(tuple(self._bodies[index]["token_ids"]), []).append(index)
-        self._waiting.extendleft(reversed(groups.values()))
+                unfinished.append(index)
+        self._waiting.extendleft(reversed(self._by_prompt(unfinished)))
+
+    def _by_prompt(self, indices: Iterable[int]) -> list[list[int]]:
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for index in indices:
+            groups.setdefault(tuple(self._bodies[index]["token_ids"]), []).append(index)
+        return list(groups.values())
 
     async def _cancel(self, task: asyncio.Task[Response]) -> None:
         _, placement = self._running.pop(task)

@@ -1,4 +1,4 @@
-"""vLLM inside the training process."""
+"""Rollouts with vLLM inside the training process."""
 
 from __future__ import annotations
 
@@ -20,14 +20,18 @@ from lrlhf.rollout.engines.synced_engine import EngineFailure, Request
 from lrlhf.rollout.responses import Response
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.rollout.vllm.rank_group import RankGroup, check_group_size
-from lrlhf.rollout.vllm.support import (
+from lrlhf.rollout.vllm.vllm_base import (
     RANK_WORKER,
+    VLLMBase,
+    check_positive,
+    check_transport,
     import_vllm,
     is_cpu,
     media_argument,
+    read_response,
     sampling_arguments,
+    token_requests,
 )
-from lrlhf.rollout.vllm.vllm_base import VLLMBase, check_transport, read_response
 from lrlhf.vllm_worker.fingerprint import Fingerprinted
 
 
@@ -36,18 +40,18 @@ class VLLMEngine(VLLMBase):
 
     Args:
         tensor_parallel_size: Consecutive ranks that share an engine, which the model is split over.
-            They generate together, so that all of them have to call as often.
-        sleep: Give the GPU's memory back while the policy is updated.
-        inexact_video: Show videos to vLLM, although it computes with them otherwise than
-            ``transformers`` (other positions or features; log-probabilities of random tiny models
-            differed by 0.001 to 0.2 nats, where those of images agree to 1e-6).
-        transport: How weights get there: as tensors of this process, either way.
+            They generate together, so all have to call equally often.
+        sleep: Release the engine's GPU memory while the policy is updated.
+        inexact_video: Whether to accept videos, which vLLM computes otherwise than ``transformers``
+            (other positions or features; log-probabilities of random tiny models differed by 0.001
+            to 0.2 nats, where those of images agree to 1e-6).
+        transport: Transport of weights: tensors of this process, for both values.
         engine: The other arguments of `VLLMBase`.
     """
 
     default_gpu_memory_utilization = 0.3
     _alone: ClassVar[int] = 0
-    """Running engines of this process that are in no process group of the trainer's."""
+    """Running engines of this process without a process group of the trainer."""
 
     def __init__(
         self,
@@ -60,10 +64,7 @@ class VLLMEngine(VLLMBase):
     ) -> None:
         super().__init__(**engine)
         check_transport(type(self).__name__, transport, ("auto", "inproc"))
-        if not tensor_parallel_size > 0:
-            raise ValueError(
-                f"engine.tensor_parallel_size is {tensor_parallel_size}; it must be above 0"
-            )
+        check_positive(tensor_parallel_size=tensor_parallel_size)
         for option, instead in (
             ("tensor_parallel_size", "set engine.tensor_parallel_size instead"),
             ("data_parallel_size", "drop it, as further ranks have further engines anyway"),
@@ -85,7 +86,7 @@ class VLLMEngine(VLLMBase):
         self._in_trainers_group = False
         self._broken = False
         self._left_others = False
-        """Whether this rank has left a step of vLLM that others may wait for it in."""
+        """Whether this rank left a step of vLLM in which others may wait for it."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -99,7 +100,7 @@ class VLLMEngine(VLLMBase):
                     "an engine inside a training of several processes cannot be started a second "
                     "time; VLLMServerEngine can"
                 )
-            # it was closed, but could not be ended; the policy may be another one since
+            # it could not be ended when it was closed, and the policy may have changed since
             self._check_description(self._described)
             return
         grouped = torch.distributed.is_initialized()
@@ -107,17 +108,17 @@ class VLLMEngine(VLLMBase):
         single = ranks == 1
         check_group_size(self.tensor_parallel_size, ranks)
         device = self._device
-        # one process takes the first GPU that it sees, whichever the policy is on
+        # vLLM in one process takes the first visible GPU
         if device.type == "cuda" and single and device.index:
             raise self._start_error(
                 f"the policy is on {device}, and vLLM would take the first GPU: choose the GPU "
                 f"with CUDA_VISIBLE_DEVICES={device.index} and trainer.devices: 1"
             )
-        # others may wait in vLLM for this rank, whatever keeps it from getting there
+        # other ranks may wait for this one in vLLM, whatever fails here
         self._left_others = not single
         vllm = import_vllm()
         arguments = {**self._launch_arguments(), "enable_sleep_mode": self.sleeps}
-        # without a process group vLLM makes one, which further engines share
+        # without a process group vLLM creates one, which further engines share
         self._in_trainers_group = grouped and VLLMEngine._alone == 0
         if self._in_trainers_group and not single:
             arguments["distributed_executor_backend"] = "external_launcher"
@@ -132,12 +133,12 @@ class VLLMEngine(VLLMBase):
         with _isolated():
             try:
                 self._llm = vllm.LLM(**arguments)
-            # the last where an engine of these ranks has split them otherwise before
+            # AssertionError: an earlier engine has split these ranks otherwise
             except (ValueError, RuntimeError, AssertionError) as error:
                 raise self._start_error(str(error)) from error
         self._left_others = False
         if not grouped:
-            # to Lightning the group that vLLM has made for itself is a training of several
+            # Lightning takes vLLM's own process group for a training of several processes
             warnings.filterwarnings("ignore", message="It is recommended to use .*sync_dist=True")
         if not self._in_trainers_group:
             VLLMEngine._alone += 1
@@ -147,7 +148,7 @@ class VLLMEngine(VLLMBase):
         self._remove_folder()
         self._asleep = False
         if self._in_trainers_group or self._llm is None:
-            # its end would take the trainer's process group along
+            # its end would destroy the trainer's process group
             return
         self._llm = None
         VLLMEngine._alone -= 1
@@ -156,10 +157,7 @@ class VLLMEngine(VLLMBase):
             state.cleanup_dist_env_and_memory()
 
     def sleep(self) -> None:
-        """Give the GPU's memory back, where ``sleep`` is on; the next push wakes it up.
-
-        The weights are thrown away: what a later push brings is all that is ever read.
-        """
+        """Release GPU memory, if ``sleep`` is on, until the next push; weights are discarded."""
         if self.sleeps and self._running and not self._asleep:
             self._llm.sleep(level=2)
             self._asleep, self._version, self._has_base = True, None, False
@@ -167,7 +165,7 @@ class VLLMEngine(VLLMBase):
     def _send(self, tensors: Fingerprinted) -> list[dict[str, str]]:
         with self._failing("a push of weights"):
             if self._asleep:
-                # what the update has freed, the trainer would else keep for itself
+                # release memory that PyTorch caches after the update
                 torch.cuda.empty_cache()
                 self._llm.wake_up(tags=["weights"])
             arrived: list[dict[str, str]] = self._llm.collective_rpc("lrlhf_load", args=(tensors,))
@@ -181,11 +179,11 @@ class VLLMEngine(VLLMBase):
         return arrived
 
     def _load_adapter(self, settings: str) -> None:
-        """Compute with what was sent from now on."""
+        """Use the adapter that was sent for further requests."""
         token = secrets.token_hex(16)
         folder = self._llm.collective_rpc("lrlhf_write_adapter", args=(token, settings))[0]
         request = importlib.import_module("vllm.lora.request").LoRARequest
-        # under a new number, as one that is there already would not be read again
+        # under a new number, as a known one would not be read again
         self._lora_request = request(token, self._turn, folder)
         self._llm.llm_engine.add_lora(self._lora_request)
         self._llm.collective_rpc("lrlhf_remove_adapter", args=(token,))
@@ -206,33 +204,29 @@ class VLLMEngine(VLLMBase):
     def _acts_with_ranks(self) -> bool:
         return self._shared or super()._acts_with_ranks
 
-    def _worst_of_ranks(self, trouble: int) -> int:
-        # it would wait for those who wait for it
-        return 2 if self._left_others else super()._worst_of_ranks(trouble)
+    def _worst_of_ranks(self, status: int) -> int:
+        # the others wait in vLLM: an exchange would never end
+        return 2 if self._left_others else super()._worst_of_ranks(status)
 
     def _check_requests(self, requests: Sequence[Request]) -> None:
-        """Refuse requests, on all ranks that share an engine before any of them begins."""
+        """Check requests, on all ranks that share an engine before any of them starts."""
         refusal: ValueError | None = None
         try:
             super()._check_requests(requests)
-            self._check_videos(requests)
+            videos = any(request.media and request.media.videos for request in requests)
+            if videos and not self.inexact_video:
+                raise ValueError(
+                    "a prompt shows a video, which vLLM computes otherwise than transformers: take "
+                    "lrlhf.rollout.TransformersEngine, or accept responses of a slightly different "
+                    "policy with engine.inexact_video: true (mismatch/* tells how different)"
+                )
         except ValueError as error:
             refusal = error
-        troubled = self._shared and self._worst_of_ranks(0 if refusal is None else 2) > 0
+        refused = self._shared and self._worst_of_ranks(0 if refusal is None else 2) > 0
         if refusal is not None:
             raise refusal
-        if troubled:
+        if refused:
             raise EngineFailure("the prompts of another rank were refused")
-
-    def _check_videos(self, requests: Sequence[Request]) -> None:
-        if not self.inexact_video and any(
-            request.media and request.media.videos for request in requests
-        ):
-            raise ValueError(
-                "a prompt shows a video, which vLLM computes otherwise than transformers: take "
-                "lrlhf.rollout.TransformersEngine, or accept responses of a slightly different "
-                "policy with engine.inexact_video: true (mismatch/* tells how different)"
-            )
 
     # ------------------------------------------------------------------ responses
 
@@ -252,18 +246,18 @@ class VLLMEngine(VLLMBase):
         return responses
 
     def _answers(self, requests: Sequence[Request], sampling: Sampling) -> list[Any]:
-        """Return vLLM's answers to these requests; ranks that share an engine ask together."""
+        """Return vLLM's outputs; ranks that share an engine generate their requests together."""
         group = RankGroup() if self._shared else None
-        asked = [(requests, sampling)]
+        gathered = [(requests, sampling)]
         if group is not None:
-            asked = group.gather((requests, sampling))
+            gathered = group.gather((requests, sampling))
         prompts = [
             {"prompt_token_ids": request.short_ids, **media_argument(request.media)}
-            for own, _ in asked
+            for own, _ in gathered
             for request in own
         ]
-        parameters = [one for own in asked for one in self._parameters(*own)]
-        # responses have seeds of their own, but vLLM takes numbers from the global stream besides
+        parameters = [each for own in gathered for each in self._parameters(*own)]
+        # responses have seeds of their own, but vLLM also uses the global stream
         forked = torch.random.fork_rng(_current_devices())
         with self._failing("generation", together=True):
             with forked, torch.inference_mode():
@@ -275,36 +269,26 @@ class VLLMEngine(VLLMBase):
                 raise EngineFailure("ranks that share an engine sampled other tokens")
         if group is None:
             return answers
-        first = sum(len(own) for own, _ in asked[: group.place])
+        first = sum(len(own) for own, _ in gathered[: group.rank])
         return answers[first : first + len(requests)]
 
     def _parameters(self, requests: Sequence[Request], sampling: Sampling) -> list[Any]:
         """Return vLLM's parameters of each response."""
         vllm = import_vllm()
         shared = sampling_arguments(sampling, self._weights.model, self._tokenizer)
-        shared["detokenize"] = bool(sampling.stop)
         if sampling.structured is not None:
-            held = vllm.sampling_params.StructuredOutputsParams(**sampling.structured)
-            shared["structured_outputs"] = held
-        return [
-            vllm.SamplingParams(
-                **{
-                    **shared,
-                    "max_tokens": one.max_tokens,
-                    "min_tokens": min(sampling.min_new_tokens, one.max_tokens),
-                    "seed": one.seed,
-                }
-            )
-            for one in requests
-        ]
+            structured = vllm.sampling_params.StructuredOutputsParams(**sampling.structured)
+            shared["structured_outputs"] = structured
+        bodies = token_requests(requests, shared)
+        return [vllm.SamplingParams(**body["sampling_params"]) for body in bodies]
 
     @contextlib.contextmanager
     def _failing(self, what: str, *, together: bool = False) -> Iterator[None]:
-        """Turn whatever goes wrong inside vLLM into an `EngineFailure`.
+        """Convert all errors inside vLLM to an `EngineFailure`.
 
-        After any exception in a step its scheduler keeps the request, and the next call would wait
-        for ever, so no kind of error leaves the engine usable. Nor do other ranks come out of a
-        step that they take ``together`` with this one.
+        After an exception in a step its scheduler keeps the request, and the next call would wait
+        forever, so the engine is never usable. Other ranks stay in a step that they take
+        ``together`` with this one.
         """
         try:
             yield
@@ -321,22 +305,22 @@ def _current_devices() -> list[int]:
 
 @contextlib.contextmanager
 def _isolated() -> Iterator[None]:
-    """Keep what vLLM changes of its process at start-up away from the trainer.
+    """Undo vLLM's changes of the process at start-up.
 
     It seeds the random number generators, sets environment variables that later child processes
-    and Lightning would read, and takes ``torch.set_num_threads`` away.
+    and Lightning would read, and replaces ``torch.set_num_threads``.
     """
     environment, set_num_threads = dict(os.environ), torch.set_num_threads
     if torch.distributed.is_initialized():
-        # what vLLM asks of a launcher; Lightning's own does not set them all
+        # variables of a launcher, which Lightning does not set completely
         os.environ.setdefault("RANK", str(torch.distributed.get_rank()))
         if torch.cuda.is_available():
-            # the rank's own GPU, which need not be that of its number
+            # the rank's own GPU, which may have another number
             os.environ["LOCAL_RANK"] = str(torch.cuda.current_device())
         os.environ.setdefault("LOCAL_RANK", str(torch.distributed.get_node_local_rank(0)))
     numpy_state, python_state = np.random.get_state(), random.getstate()
     devices = _current_devices()
-    # one process: a child would load everything again, and could not be handed tensors
+    # in this process, which can pass tensors to the engine
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:
         with torch.random.fork_rng(devices):
@@ -347,7 +331,7 @@ def _isolated() -> Iterator[None]:
         for device in devices:
             torch.cuda.set_device(device)
         torch.set_num_threads = set_num_threads
-        # vLLM goes on reading its own
+        # vLLM reads its own variables later
         for name in os.environ.keys() - environment.keys():
             if not name.startswith("VLLM_"):
                 del os.environ[name]

@@ -1,4 +1,4 @@
-"""A server as a child process that never outlives the process that started it."""
+"""A server as a child process that ends with its parent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GRACE = 3.0
 """Seconds between SIGTERM and SIGKILL.
 
 ``_CHILDREN_S`` of `lrlhf.run.supervision.watch` must be at least a second longer: a run that
-ends at its deadline would else kill the guard before that has ended all others.
+ends at its deadline would else kill the guard before this has ended its children.
 """
 _TAIL_LINES = 30
 _TAIL_BYTES = 256 * 1024
@@ -27,20 +27,19 @@ _SECRET_NAME = re.compile(r"(key|token|secret|password)$", re.IGNORECASE)
 
 
 class ServerStartError(RuntimeError):
-    """A server ended, or its time ran out, before it was ready."""
+    """A server exited or timed out before it was ready."""
 
 
 class ServerProcess:
-    """Runs a server under a guard that ends all its processes with this one.
+    """A server as a child process, which ends with this process, killed or not.
 
-    When this process ends, killed or not, the guard (see `lrlhf.process_guard`)
-    notices and ends the server with everything that it started.
+    The guard process (`lrlhf.process_guard`) ends the server and all its children.
 
     Args:
         command: Program and arguments of the server.
-        env: The whole environment of the server. Values of variables and options whose names end
-            in key, token, secret or password are blanked in what `log_tail` and errors show.
-        log_file: Gets the server's output, after what it holds already.
+        env: The complete environment of the server. Values of variables and options whose names
+            end in key, token, secret or password are hidden in `log_tail` and errors.
+        log_file: File that the server's output is appended to.
     """
 
     def __init__(self, command: Sequence[str], *, env: Mapping[str, str], log_file: Path) -> None:
@@ -69,22 +68,16 @@ class ServerProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether the server has been started and has not ended."""
+        """Whether the server was started and has not exited."""
         return self._guard is not None and self._guard.poll() is None
 
     def wait_until(self, ready: Callable[[], bool], *, timeout: float, poll: float = 0.2) -> None:
-        """Wait for the server; stop it if it does not become ready.
-
-        Args:
-            ready: Asked again and again; says no, rather than raise, while nothing answers. What
-                it raises passes through.
-            timeout: Seconds from now.
-            poll: Seconds between two questions.
+        """Poll until the server is ready; stop it if it is not in time. Times are in seconds.
 
         Raises:
-            ServerStartError: The server ended or the time ran out; with the end of the log.
+            ServerStartError: The server exited or timed out; with the end of the log.
         """
-        guard = self._guard  # which is gone if another thread stops the server meanwhile
+        guard = self._guard  # another thread may stop the server meanwhile
         assert guard is not None
         deadline = time.monotonic() + timeout
         what = f"was not ready after {timeout:g} s"
@@ -100,33 +93,29 @@ class ServerProcess:
         raise ServerStartError(f"the server {what}. The end of {self._log_file}:\n{tail}")
 
     def log_tail(self, lines: int) -> str:
-        """Read the last lines that the server wrote since it was started last."""
+        """Return the last lines of the log since the last start."""
         with self._log_file.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(min(self._log_start, size), size - _TAIL_BYTES))
             text = log.read().decode(errors="replace")
-        for secret in self._secrets():
-            text = text.replace(secret, "***")
-        return "\n".join(deque(text.splitlines(), maxlen=lines))
-
-    def _secrets(self) -> list[str]:
-        """List what must not be shown, the longest first as one may contain another."""
         words = [word for argument in self._command for word in argument.split("=", 1)]
         named = [*self._env.items(), *pairwise(words)]
         # shorter values are words such as "false", not secrets
-        found = {value for name, value in named if _SECRET_NAME.search(name) and len(value) >= 8}
-        return sorted(found, key=len, reverse=True)
+        secrets = {value for name, value in named if _SECRET_NAME.search(name) and len(value) >= 8}
+        for secret in sorted(secrets, key=len, reverse=True):  # one may contain another
+            text = text.replace(secret, "***")
+        return "\n".join(deque(text.splitlines(), maxlen=lines))
 
     def stop(self) -> bool:
-        """End the server; returns when none of its processes is left.
+        """End the server and all its processes, and wait for them.
 
         Returns:
-            Whether it ran until then; False also where there was nothing to end.
+            Whether it was running.
 
         Raises:
-            RuntimeError: The guard was killed, and what it left does not even end on SIGKILL.
+            RuntimeError: The guard was killed, and its children do not end on SIGKILL.
         """
-        # a forked child that exits, such as a worker of a data loader, ends nothing
+        # not in a forked child, such as a worker of a data loader
         if self._guard is None or os.getpid() != self._trainer:
             return False
         ran = self.is_running
@@ -137,8 +126,8 @@ class ServerProcess:
 
 
 def root_cause(log: str) -> str | None:
-    """Find the error in a server's log that the others follow from."""
+    """Return the error in a server's log that caused the others, if any."""
     raised = re.findall(r"\b([A-Z]\w*(?:Error|Exception): .+)$", log, re.MULTILINE)
-    # processes that wait for the one that failed only say that it did
+    # other processes refer to the one that failed
     causes = [line for line in raised if "root cause" not in line]
     return causes[-1] if causes else None

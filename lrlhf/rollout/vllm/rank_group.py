@@ -1,4 +1,4 @@
-"""Ranks of the trainer that compute as one engine, each with a part of the model."""
+"""Tensor parallelism of an engine over ranks of the trainer."""
 
 from __future__ import annotations
 
@@ -13,15 +13,7 @@ T = TypeVar("T")
 
 
 def check_group_size(size: int, ranks: int) -> None:
-    """Refuse a split that does not go into the ranks.
-
-    Args:
-        size: Ranks of each group, consecutive ones.
-        ranks: All of them.
-
-    Raises:
-        ValueError: Their number is no multiple of it.
-    """
+    """Raise ``ValueError`` unless ``size`` divides the number of ranks."""
     if ranks % size:
         raise ValueError(
             f"engine.tensor_parallel_size is {size}, and the number of training processes is "
@@ -31,26 +23,26 @@ def check_group_size(size: int, ranks: int) -> None:
 
 
 class RankGroup:
-    """The group that this rank is in: the very one that vLLM has split the model over."""
+    """vLLM's tensor parallel group of this rank."""
 
     def __init__(self) -> None:
         state: Any = importlib.import_module("vllm.distributed.parallel_state")
         self._group = state.get_tp_group()
 
     @property
-    def place(self) -> int:
-        """Number of this rank in its group."""
-        place: int = self._group.rank_in_group
-        return place
+    def rank(self) -> int:
+        """Rank in the group."""
+        rank: int = self._group.rank_in_group
+        return rank
 
     def gather(self, value: T) -> list[T]:
-        """Return the value of every rank of the group, in order; all of them call."""
+        """Return the value of every rank of the group, in order; collective."""
         values: list[Any] = [value] * self._group.world_size
-        # through main memory: what is asked for is no tensor of a GPU
+        # on the CPU group, as values are no tensors of a GPU
         distributed.all_gather_object(values, value, group=self._group.cpu_group)
         return values
 
     def agrees(self, token_ids: Sequence[Sequence[int]]) -> bool:
-        """Whether all ranks of the group, which all call, have these same responses."""
-        told = repr([list(row) for row in token_ids]).encode()
-        return len(set(self.gather(hashlib.blake2b(told, digest_size=16).digest()))) == 1
+        """Whether all ranks of the group have the same responses; collective."""
+        text = repr([list(row) for row in token_ids]).encode()
+        return len(set(self.gather(hashlib.blake2b(text, digest_size=16).digest()))) == 1

@@ -1,12 +1,16 @@
-"""vLLM in a process of its own, started here or by the user."""
+"""Rollouts with vLLM servers, started here or by the user."""
 
 from __future__ import annotations
 
+import os
 import secrets
+import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -14,63 +18,80 @@ from torch import distributed
 
 from lrlhf.background import in_background
 from lrlhf.open_files import allow_connections
-from lrlhf.rollout.engines.engine import Capabilities
+from lrlhf.rollout.engines.engine import Capabilities, gather_ranks
 from lrlhf.rollout.engines.synced_engine import EngineFailure, Request
 from lrlhf.rollout.responses import Response
 from lrlhf.rollout.sampling import Sampling
-from lrlhf.rollout.vllm.client import Address, FailureAnswer, ServerClient
-from lrlhf.rollout.vllm.dispatch import Targets, respond
-from lrlhf.rollout.vllm.fleet import Fleet, Replica, Router, Traffic, on_all
-from lrlhf.rollout.vllm.server import TRANSPORTS, StartsServers
-from lrlhf.rollout.vllm.support import import_transfer, sampling_arguments, token_requests
-from lrlhf.rollout.vllm.vllm_base import EngineStartError, check_transport
+from lrlhf.rollout.vllm.client import Address, ServerClient, ServerResponseError
+from lrlhf.rollout.vllm.dispatch import Router, Targets, Traffic, respond
+from lrlhf.rollout.vllm.servers import (
+    ExternalServer,
+    Fleet,
+    Server,
+    StartedServer,
+    SyncedServer,
+    on_all,
+)
+from lrlhf.rollout.vllm.vllm_base import (
+    QUIET_ENVIRONMENT,
+    EngineStartError,
+    VLLMBase,
+    check_positive,
+    check_transport,
+    command_line,
+    import_transfer,
+    is_cpu,
+    sampling_arguments,
+    token_requests,
+)
+from lrlhf.threads import spin_not_at_all
+from lrlhf.vllm_worker.extension import LORA_UPDATES
 from lrlhf.vllm_worker.fingerprint import Fingerprinted
+from lrlhf.vllm_worker.model_access import TOKEN_VARIABLE
 
 ResultT = TypeVar("ResultT")
 
 
-def leads() -> bool:
-    """Whether this process starts, feeds and ends the server."""
+def is_main_rank() -> bool:
+    """Whether this process is rank 0, which controls the servers."""
     return not distributed.is_initialized() or distributed.get_rank() == 0
 
 
-def led(act: Callable[[], ResultT]) -> ResultT:
-    """Act on rank 0 only; what comes of it, also an error, comes to every rank."""
+def on_main_rank(act: Callable[[], ResultT]) -> ResultT:
+    """Run on rank 0 only, and broadcast the result, or the error, to every rank."""
     outcome: list[Any] = [None, None]
     error: Exception | None = None
-    if leads():
+    if is_main_rank():
         try:
             outcome[0] = act()
-        except Exception as raised:  # noqa: BLE001  raised again once every rank knows of it
+        except Exception as raised:  # noqa: BLE001  raised after the broadcast
             error = raised
-            # not itself: what it holds may not survive the way to another process
+            # not itself, as it may not be picklable
             fails = isinstance(error, EngineFailure)
             outcome[1] = (EngineFailure if fails else EngineStartError)(str(error))
     if distributed.is_initialized():
         distributed.broadcast_object_list(outcome, src=0)
-    value, told = outcome
-    if told is not None:
-        raise error or told
+    value, other = outcome
+    if other is not None:
+        raise error or other
     result: ResultT = value
     return result
 
 
 def check_gpus(transport: str, taken: list[str | None]) -> None:
-    """Refuse a transport that the GPUs of workers and ranks cannot take; all ranks call it.
+    """Check a transport against the GPUs of workers and ranks; all ranks call it.
 
     Args:
         transport: ``gloo``, ``nccl`` or ``ipc``.
-        taken: Which GPU each worker of the server has; None: none.
+        taken: GPU of each worker of the servers; None: none.
 
     Raises:
-        EngineStartError: It cannot.
+        EngineStartError: The transport cannot connect them.
     """
-    ranks: list[str | None] = [None]
+    own: str | None = None
     if torch.cuda.is_available():
-        ranks = [str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)]
-    if distributed.is_initialized():
-        own, ranks = ranks[0], [None] * distributed.get_world_size()
-        distributed.all_gather_object(ranks, own)
+        own = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    ranks = gather_ranks(own)
     if transport == "ipc" and not set(taken) <= set(ranks):
         raise EngineStartError(
             "engine.transport is ipc, and the server computes on a GPU that no rank of the trainer "
@@ -85,35 +106,48 @@ def check_gpus(transport: str, taken: list[str | None]) -> None:
         )
 
 
+TRANSPORTS = ("nccl", "ipc", "gloo")
+_SERVER = "vllm.entrypoints.openai.api_server"
+_GUARD = "lrlhf.vllm_worker.model_access.TokenGuard"
+_PICKLES = "VLLM_ALLOW_INSECURE_SERIALIZATION"
+_TRAINERS_OWN = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "NODE_RANK",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 _SHARE_BESIDE_TRAINER = 0.3
 _VERSIONS = 1000
-"""Pushes whose names are remembered; no response is behind so many."""
+"""Most pushes between start and end of a response."""
 
 
-class VLLMServerEngine(StartsServers):
+class VLLMServerEngine(VLLMBase):
     """vLLM servers, shared by all ranks: on GPUs of their own, on the trainer's, or on a CPU.
 
     Without ``url`` they are started on the first push and end with the run, however that ends. They
-    listen on this machine only and ask for a token that no one else knows. Weights go to all of
-    them at once through vLLM's own weight transfer, see ``transport``; requests go where their
-    prompt is known and the least is to be done. A server that fails is started again while the
-    others go on.
+    listen on this machine only and require a random token. Weights go to all of them at once
+    through vLLM's own weight transfer, see ``transport``; requests are routed by cached prefixes
+    and load. A server that fails is restarted while the others go on.
 
     Args:
-        url: A server that runs already, or several; their token is the environment's
+        url: URL of a running server, or several; their token is the environment's
             ``VLLM_API_KEY``. None: start them. ``docs/rollouts.md`` has the command.
-        replicas: Servers that are started, each with all of the model.
-        sync_host: Address of this machine that the server's workers can reach.
+        replicas: Number of servers to start, each with a complete model.
+        sync_host: Address of this machine for the server's workers.
         tensor_parallel_size: GPUs of each server, which the model is split over.
-        transport: How weights get there: ``nccl`` from GPU to GPU, ``ipc`` where both are on the
-            same GPUs, ``gloo`` through main memory. "auto": what a server that runs already was
-            started for; else gloo on a CPU, ipc without ``visible_devices``, and nccl with them.
+        transport: Transport of weights: ``nccl`` from GPU to GPU, ``ipc`` where both are on the
+            same GPUs, ``gloo`` through main memory. "auto": that of a running server; else gloo on
+            a CPU, ipc without ``visible_devices``, and nccl with them.
         visible_devices: GPUs of all servers, as in CUDA_VISIBLE_DEVICES; None: the trainer's.
-        start_timeout: Seconds until a started server, or one that went away, answers.
-        stall_timeout: Seconds without a finished response after which the server counts as hung.
-        sync_timeout: Seconds that each step of a push may take.
-        log_file: Where a started server writes, several into ``name.0.log`` and so on; None: into a
-            temporary folder.
+        start_timeout: Seconds until a server is ready.
+        stall_timeout: Seconds without a finished response after which a server counts as hung.
+        sync_timeout: Seconds for each step of a push.
+        log_file: Log of a started server, of several ``name.0.log`` and so on; None: in a temporary
+            folder.
         engine: The other arguments of `VLLMBase`.
     """
 
@@ -142,15 +176,13 @@ class VLLMServerEngine(StartsServers):
                 f"engine.replicas is {replicas}, and engine.url names {len(self.urls)} servers: "
                 "drop engine.replicas, or name as many"
             )
-        for name, value in (
-            ("replicas", replicas),
-            ("tensor_parallel_size", tensor_parallel_size),
-            ("start_timeout", start_timeout),
-            ("stall_timeout", stall_timeout),
-            ("sync_timeout", sync_timeout),
-        ):
-            if not value > 0:
-                raise ValueError(f"engine.{name} is {value}; it must be above 0")
+        check_positive(
+            replicas=replicas,
+            tensor_parallel_size=tensor_parallel_size,
+            start_timeout=start_timeout,
+            stall_timeout=stall_timeout,
+            sync_timeout=sync_timeout,
+        )
         if int(self.options.get("data_parallel_size") or 1) > 1:
             raise ValueError(
                 "engine.options.data_parallel_size is above 1: a call to a server reaches all its "
@@ -169,49 +201,154 @@ class VLLMServerEngine(StartsServers):
         if engine.get("gpu_memory_utilization") is None and self._server_transport() == "ipc":
             self.gpu_memory_utilization = _SHARE_BESIDE_TRAINER
         self._fleet: Fleet | None = None
-        """On the rank that leads."""
-        self._replicas: list[Replica] = []
-        """Those that take part in pushes."""
+        """On rank 0."""
+        self._replicas: list[SyncedServer] = []
+        """Servers of pushes."""
         self._targets: Targets | None = None
-        """Those that have the weights of the last push, for requests from any thread."""
+        """Servers with the weights of the last push, for requests from any thread."""
         self._failed: dict[Address, str] = {}
-        """Those of them that failed here since then, and why."""
-        self._counted = 0
-        self._pushing = 0
+        """Reasons of those of them that failed on this rank since then."""
+        self._counted_restarts = 0
+        self._pushed_version = 0
         self._name = ""
-        self._names: dict[str, int] = {}
-        """Training iterations behind the weights of each push, by what the servers call them."""
+        self._version_names: dict[str, int] = {}
+        """Training iterations behind the weights of each push, by version at the servers."""
         self._transfer: Any = None
 
     @property
     def capabilities(self) -> Capabilities:
-        """A process of its own; with images or videos its server would tokenise the text again."""
+        """Concurrent; without media, as a server tokenises the text of prompts with media again."""
         return Capabilities(
             holds_copy=True,
             concurrent=True,
             tells_kept_mass=False,
             media=False,
-            # an adapter is loaded under a new name, which requests that run do not hear of
+            # an adapter is loaded under a new name, and open requests have the old one
             updates_in_flight=self._adapter is None,
             structured=True,
         )
 
-    # ------------------------------------------------------------------ life of the servers
+    # ------------------------------------------------------------------ start of servers
+
+    def _new_server(self, number: int) -> Server:
+        """Return server ``number``, counted from 0, not started; override it for other servers."""
+        if self.urls:
+            return ExternalServer(
+                self.urls[number], timeout=self.start_timeout, command=self._command_for_users
+            )
+        log_file = self.log_file
+        if log_file is not None and self.replicas > 1:
+            path = Path(log_file)
+            log_file = str(path.with_name(f"{path.stem}.{number}{path.suffix}"))
+        return StartedServer(
+            command=self.command,
+            environment=partial(self._environment, number=number),
+            log_file=log_file,
+            timeout=self.start_timeout,
+            explain=self._start_error,
+        )
+
+    def command(self, port: int, python: str = sys.executable) -> list[str]:
+        """Return the command that starts a server for this policy."""
+        arguments = self._launch_arguments() | {
+            "host": "127.0.0.1",
+            "port": port,
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "middleware": _GUARD,
+            # routes with token ids as input and output
+            "enable_scale_out": True,
+            "weight_transfer_config": {"backend": f"lrlhf_{self._server_transport()}"},
+        }
+        # the console script of the CPU build does not work
+        return [python, "-m", _SERVER, *command_line(arguments)]
+
+    def _server_transport(self) -> str:
+        """Transport of weights that a server is started with."""
+        if self.transport != "auto":
+            return self.transport
+        if is_cpu():
+            return "gloo"
+        return "ipc" if not self.urls and self.visible_devices is None else "nccl"
+
+    def _command_for_users(self) -> str:
+        command = self.command(8000, "python")
+        # the temporary folder of the model will be gone
+        command[command.index("--model") + 1] = "MODEL"
+        variables = f"VLLM_SERVER_DEV_MODE=1 {LORA_UPDATES}=1 {TOKEN_VARIABLE}=TOKEN"
+        if self._server_transport() == "ipc":
+            variables += f" {_PICKLES}=1"
+        return f"{variables} {shlex.join(command)}"
+
+    def _check_descriptions(self, described: Sequence[dict[str, Any]]) -> None:
+        first, *others = described
+        for other in others:
+            for name in first:
+                if name != "model" and first[name] != other[name]:
+                    raise EngineStartError(
+                        f"the vLLM servers differ in their {name}: {first[name]} and "
+                        f"{other[name]}; start all of them with the same options"
+                    )
+        self._check_description(first)
+
+    def _check_description(self, described: dict[str, Any]) -> None:
+        super()._check_description(described)
+        # "auto" accepts the transport of a server that runs already
+        accepted = [f"lrlhf_{name}" for name in TRANSPORTS if self.transport in ("auto", name)]
+        if described["transfer"] not in accepted:
+            raise EngineStartError(
+                f"the vLLM server takes weights by {described['transfer']}, and engine.transport "
+                f"is {self.transport}; start it with\n{self._command_for_users()}"
+            )
+
+    def _environment(self, token: str, number: int = 0) -> dict[str, str]:
+        # vLLM's own limit of 4 is for public servers
+        environment = QUIET_ENVIRONMENT | {"VLLM_MAX_STOP_STRINGS": "1000"}
+        environment |= {
+            name: value for name, value in os.environ.items() if name not in _TRAINERS_OWN
+        }
+        if is_cpu():
+            # spinning threads would take the trainer's cores
+            spin_not_at_all(environment)
+        devices = self._devices(number)
+        if devices is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = devices
+        environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+        if self._server_transport() == "ipc":
+            # vLLM pickles the handles of shared memory; requests need the token
+            environment[_PICKLES] = "1"
+        return environment | {"VLLM_SERVER_DEV_MODE": "1", LORA_UPDATES: "1", TOKEN_VARIABLE: token}
+
+    def _devices(self, number: int) -> str | None:
+        """Return a server's GPUs, as in CUDA_VISIBLE_DEVICES; None: this process's."""
+        if self.replicas == 1 or is_cpu():
+            return self.visible_devices
+        size, own = self.tensor_parallel_size, self.visible_devices
+        own = own or os.environ.get("CUDA_VISIBLE_DEVICES")
+        devices = own.split(",") if own else list(map(str, range(torch.cuda.device_count())))
+        if len(devices) < self.replicas * size:
+            raise EngineStartError(
+                f"engine.replicas is {self.replicas} and engine.tensor_parallel_size {size}, which "
+                f"takes {self.replicas * size} GPUs, and there are {len(devices)}: lower one of "
+                "them, or name more in engine.visible_devices"
+            )
+        return ",".join(devices[number * size : (number + 1) * size])
+
+    # ------------------------------------------------------------------ members of pushes
 
     def _start(self) -> None:
-        # which takes seconds, as long as a server starts anyway
+        # takes seconds, in which the servers start
         loading = None if self.urls else in_background(import_transfer, name="vllm-import")
-        self._model_folder()  # here, as several threads will ask for it
-        allow_connections()  # one for each response that is computed
-        # calls that are still open note what fails in that of the servers they were begun with
-        self._failed, self._traffic, self._counted = {}, Traffic(), 0
-        self._name = led(lambda: secrets.token_hex(12))
-        if leads():
+        self._model_folder()  # here, before several threads use it
+        allow_connections()  # one for each open response
+        # new objects, as open calls record failures in those they started with
+        self._failed, self._traffic, self._counted_restarts = {}, Traffic(), 0
+        self._name = on_main_rank(lambda: secrets.token_hex(12))
+        if is_main_rank():
             servers = [self._new_server(number) for number in range(self.replicas)]
             self._fleet = Fleet(servers, max_restarts=self.max_restarts)
-        led(lambda: self._led_fleet.start())
+        on_main_rank(lambda: self._main_fleet.start())
         self._transfer_module = loading.result() if loading else import_transfer()
-        self._muster()
+        self._update_members()
 
     def _start_together(self) -> None:
         ran = self._running
@@ -219,61 +356,61 @@ class VLLMServerEngine(StartsServers):
         if not ran:
             return
         try:
-            self._muster()
+            self._update_members()
         except Exception as error:
             self._worst_of_ranks(1 if isinstance(error, EngineFailure) else 2)
             raise
         if self._worst_of_ranks(0) > 0:
             raise EngineFailure("another rank did not connect to the servers")
 
-    def _muster(self) -> None:
-        """Agree on the servers that take the next push, and connect to them if they are others."""
-        told = dict(self._failed)
-        each: list[dict[Address, str]] = [told]
-        if distributed.is_initialized():
-            each = [{} for _ in range(distributed.get_world_size())]
-            distributed.all_gather_object(each, told)
-        failed = {address: reason for one in each for address, reason in one.items()}
+    def _update_members(self) -> None:
+        """Agree on the servers of the next push, and connect to them if they changed."""
+        own = dict(self._failed)
+        failed = {key: reason for each in gather_ranks(own) for key, reason in each.items()}
 
-        def find() -> tuple[dict[int, Address], int]:
+        def running() -> tuple[dict[int, Address], int]:
             for address, reason in failed.items():
-                self._led_fleet.fail(address, reason)
-            running = self._led_fleet.running()
-            found = {number: (one.url, one.token) for number, one in sorted(running.items())}
-            return found, self._led_fleet.restarts
+                self._main_fleet.fail(address, reason)
+            clients = sorted(self._main_fleet.running().items())
+            return {number: each.address for number, each in clients}, self._main_fleet.restarts
 
-        addresses, restarts = led(find)
-        for address in told:
+        addresses, restarts = on_main_rank(running)
+        for address in own:
             del self._failed[address]
-        self.restarts += restarts - self._counted
-        self._counted = restarts
-        # of one at an address where one failed nothing is known
-        known = {one.client.address: one for one in self._replicas}
-        kept = {address: one for address, one in known.items() if address not in failed}
-        if self._transfer is None or {*addresses.values()} != kept.keys():
-            self._leave()
-            self._join(addresses, kept)
+        self.restarts += restarts - self._counted_restarts
+        self._counted_restarts = restarts
+        # a server at the address of a failed one is new
+        known = {
+            each.client.address: each
+            for each in self._replicas
+            if each.client.address not in failed
+        }
+        if self._transfer is None or {*addresses.values()} != known.keys():
+            self._disconnect()
+            self._join(addresses, known)
 
-    def _join(self, addresses: Mapping[int, Address], known: Mapping[Address, Replica]) -> None:
-        """Connect to servers; those that are known keep what they have."""
+    def _join(
+        self, addresses: Mapping[int, Address], known: Mapping[Address, SyncedServer]
+    ) -> None:
+        """Connect to servers, with the state of known ones."""
         before = self._replicas
         self._replicas = [
-            known.get(address) or Replica(number, ServerClient(*address))
+            known.get(address) or SyncedServer(number, ServerClient(*address))
             for number, address in addresses.items()
         ]
-        for one in before:
-            if one not in self._replicas:
-                one.client.close()
-        for replica, described in zip(self._replicas, led(self._describe), strict=True):
+        for each in before:
+            if each not in self._replicas:
+                each.client.close()
+        for replica, described in zip(self._replicas, on_main_rank(self._describe), strict=True):
             replica.described = described
         self._check_descriptions([replica.described for replica in self._replicas])
         self._router = Router(
             addresses, first=distributed.get_rank() if self._acts_with_ranks else 0
         )
         transport = str(self._described["transfer"]).removeprefix("lrlhf_")
-        check_gpus(transport, led(self._await_trainer))
-        led(partial(self._connect, transport))
-        if not leads():
+        check_gpus(transport, on_main_rank(self._await_trainer))
+        on_main_rank(partial(self._connect, transport))
+        if not is_main_rank():
             self._connect(transport)
 
     def _connect(self, transport: str) -> None:
@@ -291,14 +428,14 @@ class VLLMServerEngine(StartsServers):
             adapter=self._adapter_apart,
         )
 
-    def _leave(self) -> None:
+    def _disconnect(self) -> None:
         if self._transfer is not None:
             self._transfer.close()
             self._transfer = None
 
     def _stop(self) -> None:
         self._targets = None
-        self._leave()
+        self._disconnect()
         for replica in self._replicas:
             replica.client.close()
         self._replicas = []
@@ -308,10 +445,12 @@ class VLLMServerEngine(StartsServers):
         self._remove_folder()
 
     def _describe(self) -> list[dict[str, Any]]:
-        def ask(replica: Replica) -> dict[str, Any]:
+        def describe(replica: SyncedServer) -> dict[str, Any]:
             try:
                 return dict(replica.client.call_workers("lrlhf_describe", timeout=60.0)[0])
-            except FailureAnswer as error:  # not without an answer, which a new server may give
+            except (
+                ServerResponseError
+            ) as error:  # not without an answer, which a new server may give
                 if error.busy or not replica.client.is_healthy():
                     raise
                 raise EngineStartError(
@@ -319,94 +458,92 @@ class VLLMServerEngine(StartsServers):
                     f"{self._command_for_users()}"
                 ) from error
 
-        return on_all(self._replicas, ask)
+        return on_all(self._replicas, describe)
 
     def _await_trainer(self) -> list[str | None]:
-        """Have all workers get ready; returns their GPUs."""
-
-        def ask(replica: Replica) -> list[str | None]:
-            return replica.client.call_workers("lrlhf_await_trainer", timeout=60.0)
-
-        return list(chain(*on_all(self._replicas, ask)))
+        """Prepare all workers for this trainer, and return their GPUs."""
+        method = "lrlhf_await_trainer"
+        call = on_all(self._replicas, lambda each: each.client.call_workers(method, timeout=60.0))
+        return list(chain(*call))
 
     # ------------------------------------------------------------------ weights and responses
 
     def _push_once(self, version: int) -> None:
-        """Push; if servers fail meanwhile, the others are given the weights once more."""
-        self._pushing = version
+        """Push; if servers fail meanwhile, push again to the others."""
+        self._pushed_version = version
         while True:
             error: Exception | None = None
             try:
                 super()._push_once(version)
-            except Exception as raised:  # noqa: BLE001  raised again unless others can go on
+            except Exception as raised:  # noqa: BLE001  raised below unless others can go on
                 error = raised
             fails = isinstance(error, EngineFailure) and self._running
             worst = self._worst_of_ranks(0 if error is None else 1 if fails else 2)
             if worst == 0:
                 break
-            if worst == 2 or not led(self._drop_broken):
+            if worst == 2 or not on_main_rank(self._drop_broken):
                 raise error or EngineFailure("the push failed on another rank")
-            self._leave()  # what is connected broke off
-        while len(self._names) > _VERSIONS:  # in place: responses that are written look there
-            del self._names[next(iter(self._names))]
-        if leads():
-            self._led_fleet.succeeded()
+            self._disconnect()
+        while len(self._version_names) > _VERSIONS:  # in place, as open calls use it
+            del self._version_names[next(iter(self._version_names))]
+        if is_main_rank():
+            self._main_fleet.succeeded()
 
     def _send(self, tensors: Fingerprinted) -> list[dict[str, str]]:
         version, options = f"{self._name}{tensors.turn:08x}", {"in_flight": self._in_flight}
-        # already now: responses may come from these weights before this rank hears of it
-        self._names[version] = self._pushing
+        # before the push, as responses may come from these weights before it returns
+        self._version_names[version] = self._pushed_version
         error: Exception | None = None
-        if not leads():
+        if not is_main_rank():
             try:
-                self._transfer.push(tensors, version, whole=not self._has_base, **options)
-            except Exception as raised:  # noqa: BLE001  raised again once rank 0 is through
+                self._transfer.push(tensors, version, full=not self._has_base, **options)
+            except Exception as raised:  # noqa: BLE001  raised after rank 0 has finished
                 error = raised
-                # which rank 0 puts together meanwhile, whatever became of this rank
-                self._bring_parts(tensors)
+                # rank 0 still gathers the weights
+                self._exhaust(tensors)
 
         def push() -> list[dict[str, str]]:
             try:
-                self._transfer.push(tensors, version, whole=not self._has_base, **options)
+                self._transfer.push(tensors, version, full=not self._has_base, **options)
             finally:
-                # before the other ranks hear how it went: until then they bring their parts
-                self._bring_parts(tensors)
+                # before the broadcast of the result: until then other ranks gather, too
+                self._exhaust(tensors)
             return list(chain(*on_all(self._replicas, partial(self._finish, version=version))))
 
-        arrived = led(push)
+        arrived = on_main_rank(push)
         if error is not None:
             raise error
         self._router.forget()
-        self._publish(version)
+        self._set_targets(version)
         return arrived
 
-    def _publish(self, version: str) -> None:
-        """Have requests that come from now on go to those that were sent this version."""
-        clients = {one.number: one.client for one in self._replicas}
+    def _set_targets(self, version: str) -> None:
+        """Direct further requests to the servers with this version."""
+        clients = {each.number: each.client for each in self._replicas}
         apart = self._adapter_apart is not None
         models = {
-            one.number: version if apart else one.described["model"] for one in self._replicas
+            each.number: version if apart else each.described["model"] for each in self._replicas
         }
         fleet, failed = self._fleet, self._failed
 
         def note(number: int, failure: EngineFailure) -> None:
-            """Send nothing more there; on the rank that leads it is started again at once."""
+            """Record the failure of a server; rank 0 restarts it at once."""
             address = clients[number].address
             failed[address] = str(failure)
             if fleet is not None:
                 fleet.fail(address, str(failure))
 
-        known = {version: self._pushing}
+        known = {version: self._pushed_version}
         self._targets = Targets(clients, models, self._router, note, known, failed, self._traffic)
 
     def _drop_broken(self) -> list[int]:
-        """Take servers out that broke a step off, on the rank that leads."""
+        """Remove servers that broke a step, on rank 0."""
         culprits = self._transfer.failed if self._transfer is not None else ()
-        failed = [one.number for one in self._replicas if one.failed or one.client in culprits]
-        return self._led_fleet.drop_broken([one.number for one in self._replicas], failed)
+        failed = [each.number for each in self._replicas if each.failed or each.client in culprits]
+        return self._main_fleet.drop_broken([each.number for each in self._replicas], failed)
 
-    def _finish(self, replica: Replica, version: str) -> list[dict[str, str]]:
-        """Have a server go on with what was sent, and return what arrived there."""
+    def _finish(self, replica: SyncedServer, version: str) -> list[dict[str, str]]:
+        """Resume a server with new weights, and return the fingerprints of what it received."""
         client, seconds = replica.client, self.sync_timeout
         arrived = client.call_workers("lrlhf_arrived", timeout=seconds)
         if self._adapter_apart is not None:
@@ -418,36 +555,32 @@ class VLLMServerEngine(StartsServers):
     def _reset_caches(self) -> None:
         def reset() -> None:
             try:
-                on_all(self._replicas, lambda one: one.reset_caches(self.sync_timeout))
+                on_all(self._replicas, lambda each: each.reset_caches(self.sync_timeout))
             except EngineFailure as failure:
                 broken = self._drop_broken()
                 if not broken:
                     raise
-                gone = [one.client.address for one in self._replicas if one.number in broken]
-                self._failed |= dict.fromkeys(gone, str(failure))
+                lost = [each.client.address for each in self._replicas if each.number in broken]
+                self._failed |= dict.fromkeys(lost, str(failure))
 
-        led(reset)
+        on_main_rank(reset)
         self._router.forget()
 
     def _respond(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
         shared = sampling_arguments(sampling, self._weights.model, self._tokenizer)
-        # text is only looked at for stop strings
-        shared["detokenize"] = bool(sampling.stop)
         if (targets := self._targets) is None:
             raise EngineFailure("no vLLM server has the policy's weights")
         if self._in_flight:
-            targets = replace(targets, versions=self._names)
+            targets = replace(targets, versions=self._version_names)
         bodies = token_requests(requests, shared)
         return respond(bodies, targets, concurrency=self.max_num_seqs, stall=self.stall_timeout)
 
     @property
-    def _led_fleet(self) -> Fleet:
+    def _main_fleet(self) -> Fleet:
         assert self._fleet is not None
         return self._fleet
 
-    # ------------------------------------------------------------------ ranks
-
     @property
     def _acts_with_ranks(self) -> bool:
-        """All of them share the servers."""
+        """All ranks share the servers."""
         return distributed.is_initialized()

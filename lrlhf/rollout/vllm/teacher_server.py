@@ -1,10 +1,10 @@
-"""A teacher that a vLLM server of its own holds, and what it says of given tokens."""
+"""Log-probabilities of a teacher model in a vLLM server, for distillation."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,30 +22,30 @@ _TIMEOUT_S = 600.0
 
 
 class TeacherServer:
-    """Asks a vLLM server for the log-probabilities of responses.
+    """Client of a teacher, which returns log-probabilities of responses.
 
-    A server gives the sampled token and its best ones at each position, at temperature 1. Its
-    weights never change.
+    The server returns the sampled token and the most likely ones at each position, at temperature
+    1. Its weights never change.
 
     Args:
-        url: Of the server, without a path; its token is the environment's ``VLLM_API_KEY``.
-        requests: Responses that are asked about at once.
+        url: URL of the server, without a path; its token is the environment's ``VLLM_API_KEY``.
+        requests: Number of concurrent requests.
     """
 
     def __init__(self, url: str, *, requests: int = 32) -> None:
         self.url = url
         self._client: ServerClient | None = None
-        """None: nothing has been asked since it was closed."""
+        """None: closed."""
         self._requests = requests
         self._model = ""
 
     def check_tokens(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Refuse a server that reads token ids otherwise than the policy.
+        """Compare the server's vocabulary with the policy's.
 
         Raises:
-            ValueError: It decodes an id of the policy to another text, or cannot be asked.
+            ValueError: An id of the policy decodes to another text, or the server fails.
         """
-        self._model = str(self._ask("GET", "/v1/models")["data"][0]["id"])
+        self._model = str(self._request("GET", "/v1/models")["data"][0]["id"])
         ids = sorted(tokenizer.get_vocab().values())
         for start in range(0, len(ids), _TOKENS_AT_ONCE):
             part = ids[start : start + _TOKENS_AT_ONCE]
@@ -58,16 +58,16 @@ class TeacherServer:
                 )
 
     def ask(self, rollout: Rollout, *, num_ids: int, vocabulary: int) -> TeacherTokens:
-        """Return what the teacher says of the response tokens.
+        """Return the teacher's log-probabilities of the response tokens.
 
         Args:
-            rollout: Texts without media, each token behind its left neighbour.
-            num_ids: Best ids at each position, K.
-            vocabulary: Ids that the policy has.
+            rollout: Rows without media and forks.
+            num_ids: Number K of most likely ids at each position.
+            vocabulary: Size of the policy's vocabulary.
 
         Raises:
-            ValueError: The rollout shows something, the server cannot be asked, refuses, or
-                answers with ids that the policy has not.
+            ValueError: The rollout has media or forks, the server fails or refuses, or returns ids
+                outside of the policy's vocabulary.
         """
         if rollout.media is not None or rollout.forks is not None:
             what = "images or videos" if rollout.media is not None else "rewritten histories"
@@ -75,34 +75,39 @@ class TeacherServer:
                 f"teacher.server reads tokens only, and the responses have {what}: load the "
                 "teacher in the process with teacher.model"
             )
-        rows = [ids[seen].tolist() for ids, seen in zip(*_cpu(rollout), strict=True)]
+        masks = rollout.attention_mask.cpu()
+        rows = [
+            ids[mask].tolist() for ids, mask in zip(rollout.input_ids.cpu(), masks, strict=True)
+        ]
         self._opened()  # once, not in each of the threads
         with ThreadPoolExecutor(self._requests) as pool:
-            answers = list(pool.map(lambda ids: self._logprobs(ids, num_ids), rows))
+            results = list(pool.map(lambda ids: self._logprobs(ids, num_ids), rows))
         shape = rollout.input_ids.shape
         chosen = torch.zeros(shape)
         ids = torch.zeros(*shape, num_ids, dtype=torch.long)
         logprobs = torch.zeros(*shape, num_ids)
         response = rollout.response_mask.cpu()
-        for row, (own, answer) in enumerate(zip(rows, answers, strict=True)):
-            columns = rollout.attention_mask[row].cpu().nonzero()[:, 0].tolist()
-            for column, token, known in zip(columns, own, answer, strict=True):
+        for row, (own, result) in enumerate(zip(rows, results, strict=True)):
+            columns = masks[row].nonzero()[:, 0].tolist()
+            for column, token, known in zip(columns, own, result, strict=True):
                 if known is None or not response[row, column]:
                     continue
-                best = _best(known, num_ids)
-                chosen[row, column] = known[str(token)]["logprob"]
-                ids[row, column] = torch.tensor([one for one, _ in best])
-                logprobs[row, column] = torch.tensor([value for _, value in best])
+                # the sampled token comes on top of the most likely ones
+                values = {int(key): float(value["logprob"]) for key, value in known.items()}
+                top = sorted(values, key=lambda key: (-values[key], key))[:num_ids]
+                chosen[row, column] = values[token]
+                ids[row, column] = torch.tensor(top)
+                logprobs[row, column] = torch.tensor([values[key] for key in top])
         if int(ids.max()) >= vocabulary:
             raise ValueError(
                 f"teacher.server {self.url} answers with id {int(ids.max())}, and the policy has "
                 f"{vocabulary}: serve a teacher with the policy's vocabulary"
             )
-        kept = TeacherTokens(logprobs=chosen, top_ids=ids, top_logprobs=logprobs)
-        return kept.to(rollout.input_ids.device)
+        tokens = TeacherTokens(logprobs=chosen, top_ids=ids, top_logprobs=logprobs)
+        return tokens.to(rollout.input_ids.device)
 
     def close(self) -> None:
-        """Break off what is still open; the next question opens it again."""
+        """Close all connections; the next request opens them again."""
         if self._client is not None:
             self._client.close()
             self._client = None
@@ -120,13 +125,14 @@ class TeacherServer:
             "temperature": 0.0,
             "prompt_logprobs": num_ids,
         }
-        found = self._ask("POST", "/v1/completions", body)["choices"][0]["prompt_logprobs"]
-        if len(found) != len(ids):
+        choice = self._request("POST", "/v1/completions", body)["choices"][0]
+        logprobs = list(choice["prompt_logprobs"])
+        if len(logprobs) != len(ids):
             raise ValueError(
-                f"teacher.server {self.url} answered about {len(found)} tokens of {len(ids)}: is "
-                "it a vLLM server?"
+                f"teacher.server {self.url} answered about {len(logprobs)} tokens of {len(ids)}: "
+                "is it a vLLM server?"
             )
-        return list(found)
+        return logprobs
 
     def _first_difference(
         self, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase
@@ -141,15 +147,13 @@ class TeacherServer:
 
     def _decoded(self, ids: Sequence[int]) -> str:
         body = {"model": self._model, "tokens": list(ids)}
-        return str(self._ask("POST", "/detokenize", body)["prompt"])
+        return str(self._request("POST", "/detokenize", body)["prompt"])
 
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Ask, and again where the server was away for a moment."""
+    def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Send a request, with retries."""
         for attempt in range(_ATTEMPTS):
             try:
-                if method == "GET":
-                    return self._opened().get(path, timeout=_TIMEOUT_S)
-                return self._opened().post(path, body, timeout=_TIMEOUT_S)
+                return self._opened().request(method, path, body, timeout=_TIMEOUT_S)
             except EngineFailure as error:
                 if attempt == _ATTEMPTS - 1:
                     raise ValueError(f"teacher.server {self.url}: {error}") from error
@@ -157,13 +161,3 @@ class TeacherServer:
             except (ValueError, PermissionError) as error:
                 raise ValueError(f"teacher.server {self.url}: {error}") from error
         raise AssertionError("the last attempt returns or raises")
-
-
-def _cpu(rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
-    return rollout.input_ids.cpu(), rollout.attention_mask.cpu()
-
-
-def _best(known: Mapping[str, Mapping[str, Any]], num_ids: int) -> list[tuple[int, float]]:
-    """Return the best ids and their log-probabilities; the sampled one may come on top of them."""
-    ranked = sorted(known.items(), key=lambda one: (-one[1]["logprob"], int(one[0])))
-    return [(int(token), float(one["logprob"])) for token, one in ranked[:num_ids]]

