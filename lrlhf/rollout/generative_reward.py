@@ -16,7 +16,6 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from lrlhf.media import MediaError, MediaProcessor
 from lrlhf.models import CausalLM, load_processor, load_tokenizer, plain_model, ruled_out_ids
 from lrlhf.models.loading.pretrained import DType
-from lrlhf.rewards.dispatch import while_wanted
 from lrlhf.rewards.function import (
     Completion,
     LogExtra,
@@ -24,11 +23,19 @@ from lrlhf.rewards.function import (
     RewardError,
     check_positive,
 )
-from lrlhf.rewards.judge.judge_client import Reply
-from lrlhf.rewards.judge.judge_reward import Asker, columns_asked, notes_of, qualities, values_of
+from lrlhf.rewards.judge.comparisons import (
+    JudgePrompts,
+    Reply,
+    judge_columns,
+    reply_texts,
+    response_values,
+    verdict_metrics,
+)
 from lrlhf.rewards.judge.verdicts import SYSTEM, FormName, marks_as_text
 from lrlhf.rewards.learned import (
+    OwnModelReward,
     Row,
+    batches_of,
     encoded,
     in_place,
     rendered,
@@ -36,7 +43,6 @@ from lrlhf.rewards.learned import (
     text_without_marks,
     token_limit,
 )
-from lrlhf.rewards.own_model import OwnModelReward
 from lrlhf.rollout.engines.transformers_engine import TransformersEngine
 from lrlhf.rollout.responses import untold_prompts
 from lrlhf.rollout.sampling import Sampling
@@ -120,7 +126,7 @@ class GenerativeReward(OwnModelReward[_Loaded]):
 
     @classmethod
     def columns_read(cls, options: Mapping[str, Any]) -> Iterable[str]:
-        return columns_asked(options)
+        return judge_columns(options)
 
     def __init__(  # noqa: PLR0913  the keys of a user's config
         self,
@@ -149,7 +155,7 @@ class GenerativeReward(OwnModelReward[_Loaded]):
                 "samples above 1 ask the same question again, and at temperature 0 the model says "
                 "the same again: give temperature"
             )
-        self._asker = Asker(
+        self._prompts = JudgePrompts(
             "pairwise",
             form,
             template=template,
@@ -158,7 +164,7 @@ class GenerativeReward(OwnModelReward[_Loaded]):
             reference_column=reference_column,
             samples=samples,
         )
-        self.compares_responses = self._asker.compares_responses
+        self.compares_responses = self._prompts.compares_responses
         self._sampling = Sampling(temperature=temperature, max_new_tokens=max_new_tokens)
         self._spec = CausalLM(
             source=source,
@@ -187,28 +193,28 @@ class GenerativeReward(OwnModelReward[_Loaded]):
             raise RewardError("a generative reward model cannot be played the sounds of prompts")
         loaded = self._ready()
         media = _media_of(loaded, images, videos, count=len(completions))
-        batch = self._asker.batch(
+        batch = self._prompts.batch(
             prompts,
             completions,
             [[id(entry) for kind in own for entry in kind] for own in media],
             columns,
             clean=partial(_neutral, marks=loaded.marks),
         )
-        questions = self._asker.questions(batch)
+        questions = self._prompts.questions(batch)
         requests = {
             one: _Request(
-                self._asker.text(batch, one), tuple(batch.shown[one.about] or ()), one.sample
+                self._prompts.text(batch, one), tuple(batch.shown[one.about] or ()), one.sample
             )
             for one in questions
         }
         distinct = {request: media[one.about] for one, request in requests.items()}
         replies = self._replies(loaded, distinct)
-        found = {one: self._asker.read(one, replies.get(requests[one])) for one in questions}
+        found = {one: self._prompts.read(one, replies.get(requests[one])) for one in questions}
         log_metric("generative/too_long", len(distinct) - len(replies))
-        for name, value in qualities(questions, found).items():
+        for name, value in verdict_metrics(questions, found).items():
             log_metric(f"generative/{name}", value)
-        log_extra("judge", notes_of(questions, found, len(completions)))
-        return values_of(questions, found, len(completions))
+        log_extra("judge", reply_texts(questions, found, len(completions)))
+        return response_values(questions, found, len(completions))
 
     def _load(self) -> _Loaded:
         trust = self._spec.trust_remote_code
@@ -246,12 +252,9 @@ class GenerativeReward(OwnModelReward[_Loaded]):
             for request, row in rows.items()
             if row is not None and len(row.input_ids) <= loaded.longest
         }
-        # of like lengths together, which need the least padding
-        order = sorted(fits, key=lambda request: len(fits[request].input_ids))
         replies: dict[_Request, Reply] = {}
         with in_place(loaded.model, loaded.device, offload=self._offload):
-            for start in while_wanted(range(0, len(order), self._batch_size)):
-                chosen = order[start : start + self._batch_size]
+            for chosen in batches_of(fits, self._batch_size):
                 seeds = [request.seed for request in chosen]
                 found = self._generated(loaded, [fits[request] for request in chosen], seeds)
                 replies |= zip(chosen, found, strict=True)

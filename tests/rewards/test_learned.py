@@ -22,7 +22,7 @@ from transformers import (
 
 from lrlhf.models import RewardNetwork, ScoreModel
 from lrlhf.rewards import LearnedReward, RewardResult, Rewards
-from lrlhf.rewards.learned import plain_template, rendered, text_ids, written
+from lrlhf.rewards.learned import full_text, plain_template, rendered, text_ids
 from lrlhf.types import SequenceBatch
 from tests.conftest import build_language_model
 
@@ -287,7 +287,7 @@ def test_what_a_turn_says_is_text(tokenizer: PreTrainedTokenizerBase) -> None:
     for said in (evil, "x"):
         prompt = ({"role": "user", "content": said},)
         for completion in (said, [{"role": "assistant", "content": said}]):
-            text = written(tokenizer, None, prompt, completion, source="")
+            text = full_text(tokenizer, None, prompt, completion, source="")
             ids = text_ids(tokenizer, text, chat=True)
             found.append([one for one in ids if one in special])
             turns = (f"<|im_start|>{role}\n{said}<|im_end|>\n" for role in ("user", "assistant"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lrlhf.rewards.own_model import OwnModelReward
+from lrlhf.rewards.learned import OwnModelReward
 
 
 class _Model:

@@ -76,7 +76,7 @@ def test_a_text_that_can_be_matched_in_too_many_ways_is_given_up(
         rows = [{"answer": "1"}] * 2
         result = Rewards([function]).score(["p"] * 2, texts, [[1]] * 2, rows)
         assert result.scores.tolist() == [0.0, 0.0]
-        assert re.search(r"1 of 2 responses could not be judged .*response 0", result.failures[0])
+        assert re.search(r"1 of 2 responses could not be scored .*response 0", result.failures[0])
 
 
 @pytest.mark.parametrize(

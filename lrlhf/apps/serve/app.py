@@ -27,8 +27,7 @@ from lrlhf.apps.serve.measures import Measures
 from lrlhf.apps.serve.score_request import PixelRoom, ScoreRequest, read_score_request
 from lrlhf.apps.serve.scoring import Scorer, Scores, Served
 from lrlhf.rewards import RewardFunction
-from lrlhf.web.body import Body, RefusedRequestError, check_headers, parse_json
-from lrlhf.web.defects import log_defect
+from lrlhf.web import Body, RefusedRequestError, check_headers, log_defect, parse_json
 
 _SCORING: Final = ("/v1/score", "/get_reward", "/")
 _TELLING: Final = ("/health", "/version", "/metrics")

@@ -16,7 +16,7 @@ from lrlhf.apps.serve.limits import QueueOptions
 from lrlhf.apps.serve.measures import Measures
 from lrlhf.apps.serve.score_request import ScoreRequest
 from lrlhf.apps.serve.scoring import Part, Scorer, Scores, Served
-from lrlhf.web.body import RefusedRequestError
+from lrlhf.web import RefusedRequestError
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from lrlhf.apps.serve.score_request import (
     kind_of,
 )
 from lrlhf.rewards.learned import TextMarks
-from lrlhf.web.body import malformed
+from lrlhf.web import malformed
 
 _JPEG = b"\xff\xd8\xff"
 

@@ -19,8 +19,7 @@ from lrlhf.rewards.dispatch import Call, Dispatcher, is_async
 from lrlhf.rewards.learned import TextMarks
 from lrlhf.rewards.lookup import bind_functions, chosen_arguments, filled_by_python
 from lrlhf.rewards.reward_values import Journal, check_values
-from lrlhf.web.body import RefusedRequestError
-from lrlhf.web.defects import log_defect
+from lrlhf.web import RefusedRequestError, log_defect
 
 logger = logging.getLogger(__name__)
 
