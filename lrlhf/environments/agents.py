@@ -86,7 +86,7 @@ _MAX_WARNED: Final = 20
 
 
 class AgentSession:
-    """The conversation with an agent. Its methods are awaited one after the other.
+    """The conversation with an agent; see `EpisodeSession`.
 
     Concurrent requests of the agent are answered one after the other.
 
@@ -125,26 +125,14 @@ class AgentSession:
 
     @property
     def tools(self) -> list[Tool]:
-        """None: the agent calls its own, and describes them in its requests."""
-        return []
+        return []  # the agent calls its own, and describes them in its requests
 
     @property
     def gives_rewards(self) -> bool:
-        """Whether the agent has returned a reward, or was stopped before it could."""
-        return self._reward is not None
+        return self._reward is not None  # of an agent that was stopped it is 0
 
     async def open(self, row: Mapping[str, Any]) -> Asked:
-        """Start the agent.
-
-        Args:
-            row: The columns of the prompt's row.
-
-        Returns:
-            Its first request.
-
-        Raises:
-            EnvironmentFailure: It sends none.
-        """
+        """Start the agent, and return its first request."""
         self._questions: asyncio.Queue[Question] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         questions = self._questions
@@ -160,19 +148,7 @@ class AgentSession:
         return asked
 
     async def react(self, text: str, raw: str, tokens: TurnTokens | None = None) -> Reaction:
-        """Answer the agent with a turn of the policy.
-
-        Args:
-            text: Without special tokens, and without the stop string that ended it.
-            raw: With special tokens, which mark the calls of some models.
-            tokens: Numbers for the agent; None: it gets none.
-
-        Returns:
-            The agent's next request, or that it has ended.
-
-        Raises:
-            EnvironmentFailure: It raised, or neither sent a request nor ended in time.
-        """
+        """Answer the agent with a turn of the policy, and wait for its next request or its end."""
         assert self._question is not None
         read_calls = self._read_calls if self._question.asked.tools else None
         message = turn_message(text, raw, read_calls, self._call_ids)
@@ -186,15 +162,10 @@ class AgentSession:
         return Reaction(calls, (), 0.0, reason, asked, message["content"])
 
     async def outcome(self) -> float:
-        """Return the reward of the episode, which the agent returned; 0: nothing yet."""
         return self._reward or 0.0
 
     async def close(self) -> None:
-        """End the agent: its requests are not answered any more.
-
-        Raises:
-            EnvironmentFailure: It is async, and does not let itself be cancelled.
-        """
+        """End the agent: its requests are not answered any more."""
         if self._key is not None:
             self._endpoint.leave(self._key)
         running, self._running = self._running, None

@@ -95,7 +95,8 @@ class Reaction(NamedTuple):
 class EpisodeSession(Protocol):
     """The environment or agent of one episode. Methods are awaited one after the other.
 
-    All but ``open`` and ``close`` come after a turn. They raise `EnvironmentFailure`.
+    All but ``open`` and ``close`` come after a turn. All raise `EnvironmentFailure` where the
+    environment raises, takes too long, or answers with what cannot be used.
     """
 
     environment: Any
@@ -112,15 +113,25 @@ class EpisodeSession(Protocol):
         ...
 
     async def open(self, row: Mapping[str, Any]) -> Shown:
-        """Begin an episode with the columns of a prompt's row."""
+        """Begin an episode.
+
+        Args:
+            row: The columns of the prompt's row, of which functions get those that they name.
+        """
         ...
 
     async def react(self, text: str, raw: str, tokens: TurnTokens | None = None) -> Reaction:
-        """Take a turn of the policy, without and with special tokens."""
+        """Answer a turn of the policy.
+
+        Args:
+            text: Without special tokens, and without the stop string that ended it.
+            raw: With special tokens, which mark the calls of some models.
+            tokens: Numbers for an agent; None: it gets none.
+        """
         ...
 
     async def outcome(self) -> float:
-        """Return the reward of the episode."""
+        """Return the reward of the episode, on top of those of the turns; 0: none."""
         ...
 
     async def close(self) -> None:
@@ -129,7 +140,7 @@ class EpisodeSession(Protocol):
 
 
 class Session:
-    """The environment of one episode. Its methods are awaited one after the other.
+    """The environment of one episode; see `EpisodeSession`.
 
     Args:
         make: Makes the environment; None: there are tools only.
@@ -158,28 +169,14 @@ class Session:
 
     @property
     def tools(self) -> list[Tool]:
-        """What the policy can call; of the environment once it is open."""
         return list(self._tools.values())
 
     @property
     def gives_rewards(self) -> bool:
-        """Whether the environment gives turns or the episode a reward."""
         methods = ("reward", "get_reward")
         return any(callable(getattr(self.environment, name, None)) for name in methods)
 
     async def open(self, row: Mapping[str, Any]) -> Shown:
-        """Make the environment and begin an episode.
-
-        Args:
-            row: The columns of the prompt's row, from which ``reset`` takes what its signature
-                names.
-
-        Returns:
-            What the policy reads at the start.
-
-        Raises:
-            EnvironmentFailure: It could not be made or reset.
-        """
         if self._make is None:
             return None
         name = getattr(self._make, "__name__", "environment")
@@ -196,16 +193,6 @@ class Session:
         return _text_or_none(shown, "reset()")
 
     async def react(self, text: str, raw: str, tokens: TurnTokens | None = None) -> Reaction:
-        """Pass a turn of the policy to the environment.
-
-        Args:
-            text: Without special tokens, and without the stop string that ended it.
-            raw: With special tokens, which mark the calls of some models.
-            tokens: Not used.
-
-        Raises:
-            EnvironmentFailure: It raised, took too long, or answered with what cannot be used.
-        """
         del tokens
         calls: tuple[Mapping[str, Any], ...] = ()
         content = None
@@ -231,19 +218,9 @@ class Session:
         return Reaction(calls, tuple(messages), reward, reason, content=content)
 
     async def outcome(self) -> float:
-        """Return the reward of the episode, on top of those of the turns; 0: none.
-
-        Raises:
-            EnvironmentFailure: There is no finite one.
-        """
         return await self._reward("get_reward")
 
     async def close(self) -> None:
-        """Close the environment.
-
-        Raises:
-            EnvironmentFailure: It raised or took too long.
-        """
         environment, self.environment = self.environment, None
         if callable(close := getattr(environment, "close", None)):
             await self._call("close()", close)

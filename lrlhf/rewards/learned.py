@@ -162,18 +162,12 @@ class LearnedReward(OwnModelReward[_Loaded]):
     ) -> None:
         check_special_tokens(special_tokens)
         check_positive(batch_size=batch_size, max_tokens=max_tokens)
-        self._source = source
-        self._head = head
-        self._tokenizer = tokenizer
-        self._chat_template = chat_template
-        self._batch_size = batch_size
-        self._max_tokens = max_tokens
-        self._device = device
-        self._dtype = dtype
+        self._source, self._head, self._special_tokens = source, head, special_tokens
+        self._tokenizer, self._chat_template = tokenizer, chat_template
+        self._batch_size, self._max_tokens = batch_size, max_tokens
+        self._device, self._dtype, self._offload = device, dtype, offload
         self._attn_implementation = attn_implementation
         self._trust_remote_code = trust_remote_code
-        self._offload = offload
-        self._special_tokens = special_tokens
         self._start_afresh()
 
     @classmethod

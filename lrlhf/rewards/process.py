@@ -152,21 +152,17 @@ class ProcessReward(OwnModelReward[_Loaded]):
         if "" in (split_at, step_separator):
             raise ValueError("split_at and step_separator must be text, or null")
         check_positive(batch_size=batch_size, max_tokens=max_tokens)
-        self._source = source
-        self._aggregate, self._steps, self._split_at = aggregate, steps, split_at
-        self._separator = step_separator
-        self._tokenizer = tokenizer
-        self._chat_template = chat_template
-        self._batch_size = batch_size
-        self._max_tokens = max_tokens
-        self._device = device
+        self._source, self._aggregate, self._steps = source, aggregate, steps
+        self._split_at, self._separator = split_at, step_separator
+        self._tokenizer, self._chat_template = tokenizer, chat_template
+        self._batch_size, self._max_tokens = batch_size, max_tokens
+        self._device, self._offload = device, offload
         self._spec = StepModel(
             source=source,
             dtype=dtype,
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
         )
-        self._offload = offload
         self._start_afresh()
 
     @classmethod

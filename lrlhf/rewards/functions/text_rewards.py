@@ -118,11 +118,8 @@ class LengthPenalty(RewardFunction):
         _at_least("target", target, 0)
         _at_least("slope", slope, 0)
         _at_least("max_penalty", max_penalty, 0)
-        self._target = target
-        self._slope = slope
-        self._side = side
-        self._unit = unit
-        self._max_penalty = max_penalty
+        self._target, self._slope, self._side = target, slope, side
+        self._unit, self._max_penalty = unit, max_penalty
 
     def __call__(
         self,
@@ -184,9 +181,7 @@ class RepetitionPenalty(RewardFunction):
     def __init__(self, ngram: int = 4, unit: Unit = "words", max_penalty: float = 1.0) -> None:
         _at_least("ngram", ngram, 1)
         _at_least("max_penalty", max_penalty, 0)
-        self._ngram = ngram
-        self._unit = unit
-        self._max_penalty = max_penalty
+        self._ngram, self._unit, self._max_penalty = ngram, unit, max_penalty
 
     def __call__(
         self,

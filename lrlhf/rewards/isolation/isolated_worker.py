@@ -64,11 +64,8 @@ class Worker:
         env: tuple[str, ...],
         start_timeout: float,
     ) -> None:
-        self._name = name
-        self._function = function
-        self._memory_bytes = memory_bytes
-        self._env = env
-        self._start_timeout = start_timeout
+        self._name, self._function, self._env = name, function, env
+        self._memory_bytes, self._start_timeout = memory_bytes, start_timeout
         self._output = b""
         self._number = 0
         self._end: weakref.finalize[..., Worker] | None = None

@@ -30,13 +30,13 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 
+from lrlhf.background import EventLoop
 from lrlhf.rewards.function import LogMetric, PartialValues, RewardError, check_positive
 
 logger = logging.getLogger(__name__)
@@ -248,13 +248,8 @@ class ServiceClient:
         Raises:
             RewardError: None answers within ``startup_timeout``, or they have different models.
         """
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            asyncio.run(self._wait_until_ready(probe))
-        else:  # in a notebook: a loop of its own needs a thread of its own
-            with ThreadPoolExecutor(1) as thread:
-                thread.submit(asyncio.run, self._wait_until_ready(probe)).result()
+        loop = EventLoop("reward-services")  # a notebook's own loop runs already
+        loop.submit(self._wait_until_ready(probe)).result()
 
     async def _wait_until_ready(self, probe: Callable[[Exchange, Service], Awaitable[str]]) -> None:
         limit = self._settings.startup_timeout
