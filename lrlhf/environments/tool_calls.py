@@ -1,9 +1,9 @@
 """The calls of tools in what a policy writes, in the formats that models are trained on.
 
 A format is a function from the text of one turn to the calls in it, in their order. It never
-raises: what is meant as a call and cannot be read is a `MalformedCall`, which tells the policy what
-is wrong. Its time is proportional to the length of the text: after 32 calls that cannot be read,
-the remaining text belongs to the last of them.
+raises: what is meant as a call and cannot be read is a `MalformedCall`, with the problem for the
+policy to read. Its time is proportional to the length of the text: after 32 calls that cannot be
+read, the remaining text belongs to the last of them.
 
 The text may hold special tokens or not, with two exceptions: Mistral's call ids and the tokens of
 DeepSeek cannot be distinguished from names once they are stripped. What precedes a ``</think>`` is
