@@ -1,7 +1,7 @@
-"""Runs a command and ends all its processes as soon as the process that asked for it is gone.
+"""Runs a command and ends all its processes as soon as the process that started it is gone.
 
-A function or server that others wrote may fork, start sessions of its own and leave daemons behind:
-no process group holds them. A script, which needs psutil only, see `guarded`:
+A function or server of others may fork, start sessions of its own and leave daemons behind: no
+process group holds them. A script, which needs psutil only, see `guarded`:
 
     python process_guard.py TRAINER GRACE COMMAND...
 
@@ -11,7 +11,7 @@ and when the command itself ended. The guard exits once none is left: with the c
 that ended by itself (128 + n after signal n), 128 + n if the guard got signal n, else with 0.
 
 On Linux the guard adopts orphans, so that no descendant can leave it. The command inherits the
-open files that the guard was given.
+open files of the guard.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ import psutil
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 LOOK_SECONDS = 0.2
-"""How often the guard looks whether the trainer and the command are still there."""
+"""How often the guard checks whether the trainer and the command are alive."""
 TRACKER_SECONDS = 0.5
 """How long a resource tracker may outlive the others, to remove their shared memory."""
 _KILL_SECONDS = 10.0
-"""How long what SIGKILL was sent to may take to end."""
+"""How long processes may take to end after SIGKILL."""
 
 
 def guarded(command: Sequence[str], *, grace: float) -> list[str]:
     """Return the command line of a guard of this process; see `end_guarded`.
 
     Args:
-        command: What is guarded.
+        command: To be guarded.
         grace: Seconds between SIGTERM and SIGKILL.
     """
     # isolated, as the environment is the command's, but with this process's packages
@@ -53,14 +53,14 @@ def guarded(command: Sequence[str], *, grace: float) -> list[str]:
 
 
 def end_guarded(guard: subprocess.Popen[bytes], *, grace: float) -> int:
-    """End what a guard watches over; returns the guard's code when none of its processes is left.
+    """End a guard and its processes; returns the guard's code when none of them is left.
 
     Args:
-        guard: Started from what `guarded` returned, in a session of its own.
+        guard: Started from the command line of `guarded`, in a session of its own.
         grace: As there.
 
     Raises:
-        RuntimeError: The guard was killed, and what it left does not even end on SIGKILL.
+        RuntimeError: The guard was killed, and its processes do not even end on SIGKILL.
     """
     guard.terminate()
     left: list[psutil.Process] = []
@@ -72,23 +72,18 @@ def end_guarded(guard: subprocess.Popen[bytes], *, grace: float) -> int:
         code = guard.wait()
     send_signal(left, signal.SIGKILL)
     if code < 0:  # it was killed and could end nothing, but its process group has its number
-        _kill_group(guard.pid)
+        deadline = time.monotonic() + _KILL_SECONDS
+        while members := _living_members(guard.pid):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"processes {members} do not end on SIGKILL")
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(guard.pid, signal.SIGKILL)
+            time.sleep(0.02)
     return code
 
 
-def _kill_group(group: int) -> None:
-    """End a process group; returns when none of its processes is left."""
-    deadline = time.monotonic() + _KILL_SECONDS
-    while left := _living_members(group):
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"processes {left} do not end on SIGKILL")
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
-        time.sleep(0.02)
-
-
 def _living_members(group: int) -> list[int]:
-    """List the processes of a group, without zombies that nobody has collected yet."""
+    """List the processes of a group, without zombies."""
     living = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):  # it ended in this moment
@@ -100,11 +95,11 @@ def _living_members(group: int) -> list[int]:
 def descendants(pid: int) -> list[psutil.Process]:
     """List the living processes that a process started, and all that these started."""
     try:
-        found = psutil.Process(pid).children(recursive=True)
+        children = psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
     living = []
-    for process in found:
+    for process in children:
         with contextlib.suppress(psutil.NoSuchProcess):
             if process.status() != psutil.STATUS_ZOMBIE:
                 living.append(process)
@@ -134,17 +129,17 @@ def end_descendants(grace: float) -> None:
     while left := descendants(os.getpid()):
         late = time.monotonic() - deadline
         if late > 0:
-            spared = late < TRACKER_SECONDS
-            chosen = [one for one in left if not (spared and _is_resource_tracker(one))]
-            send_signal(chosen, signal.SIGKILL)
+            spares = late < TRACKER_SECONDS
+            killed = [each for each in left if not (spares and _is_resource_tracker(each))]
+            send_signal(killed, signal.SIGKILL)
         time.sleep(0.05)
     with contextlib.suppress(ChildProcessError):
-        while True:  # no zombie is left to whoever adopts them next
+        while True:  # no zombie is left for the next parent
             os.waitpid(-1, 0)
 
 
 def _is_resource_tracker(process: psutil.Process) -> bool:
-    """Tell Python's resource tracker, which removes the shared memory of those who were killed."""
+    """Whether it is Python's resource tracker, which removes the shared memory of the killed."""
     with contextlib.suppress(psutil.Error):
         return "multiprocessing.resource_tracker" in " ".join(process.cmdline())
     return False
@@ -160,39 +155,39 @@ def _die_with_guard() -> None:
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _code_of(server: subprocess.Popen[bytes]) -> int | None:
-    """Collect who ended, adopted orphans too; returns the server's code if it is among them."""
-    while server.returncode is None:
+def _code_of(child: subprocess.Popen[bytes]) -> int | None:
+    """Collect ended processes, adopted orphans too; returns the command's code if it has ended."""
+    while child.returncode is None:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             break
-        if pid == server.pid:
-            server.returncode = os.waitstatus_to_exitcode(status)
-    return server.returncode
+        if pid == child.pid:
+            child.returncode = os.waitstatus_to_exitcode(status)
+    return child.returncode
 
 
 def main(trainer: int, grace: float, command: Sequence[str]) -> int:
     """Guard a command; returns the guard's exit code once no process of it is left."""
-    orders: list[int] = []
+    received: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda order, _: orders.append(order))
+        signal.signal(number, lambda order, _: received.append(order))
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    woken, wake = os.pipe()  # by signals, which a sleep would outlast
-    for end in (woken, wake):
+    wake_read, wake_write = os.pipe()  # by signals, which a sleep would outlast
+    for end in (wake_read, wake_write):
         os.set_blocking(end, False)
-    signal.set_wakeup_fd(wake)
+    signal.set_wakeup_fd(wake_write)
     adopt_orphans()
     # the guard has one thread, so that a function may run between fork and exec
-    server = subprocess.Popen(
+    child = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_guard, close_fds=False
     )
-    while (code := _code_of(server)) is None and not orders and os.getppid() == trainer:
-        select.select([woken], [], [], LOOK_SECONDS)
+    while (code := _code_of(child)) is None and not received and os.getppid() == trainer:
+        select.select([wake_read], [], [], LOOK_SECONDS)
         with contextlib.suppress(BlockingIOError):
-            os.read(woken, 4096)
+            os.read(wake_read, 4096)
     end_descendants(grace)
     if code is None:
-        return 128 + orders[0] if orders else 0
+        return 128 + received[0] if received else 0
     return code if code >= 0 else 128 - code
 
 

@@ -5,15 +5,17 @@ from typing import TYPE_CHECKING
 from lrlhf.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from lrlhf.environments.session import TextEnvironment
     from lrlhf.environments.settings import Episodes
-    from lrlhf.environments.text_environment import TextEnvironment
-    from lrlhf.environments.tool_call_formats import (
+    from lrlhf.environments.tool_calls import (
         TOOL_CALL_FORMATS,
+        MalformedCall,
         RegexCalls,
+        ToolCall,
+        ToolCallFormat,
         detect_format,
         tool_call_format,
     )
-    from lrlhf.environments.tool_calls import MalformedCall, ToolCall, ToolCallFormat
     from lrlhf.environments.tools import (
         NamedTool,
         Tool,

@@ -1,25 +1,24 @@
-"""One episode's environment: made, asked, limited in time, and closed in every case."""
+"""One episode's environment: made, called with limits of time, and closed in every case."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from lrlhf.environments.limited_calls import (
-    EnvironmentFailure,
-    OutOfTimeError,
-    answer_of,
-    contained,
-    finite_reward,
-    taken_by,
-    too_slow,
-    within,
+from lrlhf.background import in_background
+from lrlhf.environments.tool_calls import (
+    MalformedCall,
+    ToolCall,
+    ToolCallFormat,
+    chat_call,
+    content_outside_calls,
 )
-from lrlhf.environments.text_environment import TextEnvironment
-from lrlhf.environments.tool_calls import MalformedCall, ToolCall, ToolCallFormat
 from lrlhf.environments.tools import (
     Tool,
     UnreadableResultError,
@@ -27,12 +26,35 @@ from lrlhf.environments.tools import (
     tools_by_name,
     tools_of,
 )
-from lrlhf.environments.turn_message import beside_calls, described
 from lrlhf.types import Message
 
 
+class TextEnvironment(ABC):
+    """An environment that reads the text of the policy's turns, instead of offering tools.
+
+    For tasks of small models, which write ``guess: 42`` more reliably than a call in JSON. It may
+    have ``reset``, ``reward``, ``get_reward``, ``done`` and ``close`` as any environment.
+    """
+
+    @abstractmethod
+    def step(self, action: str) -> str | Awaitable[str | None] | None:
+        """Answer a turn of the policy.
+
+        Args:
+            action: The turn, without special tokens and without the stop string that ended it.
+
+        Returns:
+            What the policy reads next: the user's turn of a chat; in plain text it is put behind
+            the policy's text as it is. None: the episode is over.
+        """
+
+
+class EnvironmentFailure(RuntimeError):  # noqa: N818  a state of an episode, as EngineFailure
+    """An environment raised, took too long, or answered with what cannot be used."""
+
+
 class Asked(NamedTuple):
-    """The whole prompt of a turn, from somebody who keeps the conversation, such as an agent."""
+    """The complete prompt of a turn, from what holds the conversation itself, such as an agent."""
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -46,7 +68,7 @@ Shown = str | Asked | None
 
 
 class TurnTokens(NamedTuple):
-    """How many tokens a turn of the policy's took."""
+    """The number of tokens of a turn of the policy."""
 
     prompt: int
     written: int
@@ -55,25 +77,26 @@ class TurnTokens(NamedTuple):
 
 
 class Reaction(NamedTuple):
-    """What an environment makes of a turn."""
+    """The answer of an environment to a turn."""
 
     calls: tuple[Mapping[str, Any], ...]
-    """The calls that were found, as chat templates and rewards take them."""
+    """The calls in the turn, as chat templates and rewards take them."""
     messages: tuple[Message, ...]
     """What the policy reads next."""
     reward: float
     finish_reason: str | None
     """``stop`` or ``done``; None: the episode goes on."""
     asked: Asked | None = None
-    """The next turn's prompt, in place of ``messages`` behind all that was said."""
+    """The next turn's prompt, in place of ``messages`` behind the conversation so far."""
     content: str | None = None
-    """What the turn says beside ``calls``; None: nobody can tell."""
+    """The turn without ``calls``; None: the format does not locate them."""
 
 
 class EpisodeSession(Protocol):
-    """Whom the policy talks to in one episode. Methods are awaited one after the other.
+    """The environment or agent of one episode. Methods are awaited one after the other.
 
-    All but ``open`` and ``close`` come after a turn. They raise `EnvironmentFailure`.
+    All but ``open`` and ``close`` come after a turn. All raise `EnvironmentFailure` where the
+    environment raises, takes too long, or answers with what cannot be used.
     """
 
     environment: Any
@@ -86,19 +109,29 @@ class EpisodeSession(Protocol):
 
     @property
     def gives_rewards(self) -> bool:
-        """Whether turns or the whole are judged; at the end."""
+        """Whether turns or the episode get a reward; at the end."""
         ...
 
     async def open(self, row: Mapping[str, Any]) -> Shown:
-        """Begin an episode with the columns of a prompt's row."""
+        """Begin an episode.
+
+        Args:
+            row: The columns of the prompt's row, of which functions get those that they name.
+        """
         ...
 
     async def react(self, text: str, raw: str, tokens: TurnTokens | None = None) -> Reaction:
-        """Take a turn of the policy's, without and with special tokens."""
+        """Answer a turn of the policy.
+
+        Args:
+            text: Without special tokens, and without the stop string that ended it.
+            raw: With special tokens, which mark the calls of some models.
+            tokens: Numbers for an agent; None: it gets none.
+        """
         ...
 
     async def outcome(self) -> float:
-        """Return the reward of the whole."""
+        """Return the reward of the episode, on top of those of the turns; 0: none."""
         ...
 
     async def close(self) -> None:
@@ -107,12 +140,12 @@ class EpisodeSession(Protocol):
 
 
 class Session:
-    """The environment of one episode. Its methods are awaited one after the other.
+    """The environment of one episode; see `EpisodeSession`.
 
     Args:
         make: Makes the environment; None: there are tools only.
-        tools: What the policy can call beside the environment's own.
-        read_calls: Finds calls in what the policy writes.
+        tools: What the policy can call besides the environment's own.
+        read_calls: Finds calls in a turn of the policy.
         timeout: Seconds for each call.
         reset_timeout: Seconds for making and resetting the environment.
     """
@@ -136,118 +169,91 @@ class Session:
 
     @property
     def tools(self) -> list[Tool]:
-        """What the policy can call; of the environment once it is open."""
         return list(self._tools.values())
 
     @property
     def gives_rewards(self) -> bool:
-        """Whether the environment judges turns or the whole."""
-        return any(callable(getattr(self.environment, name, None)) for name in _JUDGES)
+        methods = ("reward", "get_reward")
+        return any(callable(getattr(self.environment, name, None)) for name in methods)
 
     async def open(self, row: Mapping[str, Any]) -> Shown:
-        """Make the environment and begin an episode.
-
-        Args:
-            row: The columns of the prompt's row, from which ``reset`` takes what its signature
-                names.
-
-        Returns:
-            What it shows at the start.
-
-        Raises:
-            EnvironmentFailure: It could not be made or reset.
-        """
         if self._make is None:
             return None
         name = getattr(self._make, "__name__", "environment")
-        self.environment = await answer_of(name, self._make, self._reset_timeout, late=_close_late)
+        self.environment = await call_within(
+            name, self._make, self._reset_timeout, late=_close_late
+        )
         shown = None
         if (reset := getattr(self.environment, "reset", None)) is not None:
-            begin = partial(reset, **taken_by(reset, row))
-            shown = await answer_of("reset()", begin, self._reset_timeout)
+            begin = partial(reset, **accepted_columns(reset, row))
+            shown = await call_within("reset()", begin, self._reset_timeout)
         if not isinstance(self.environment, TextEnvironment):
-            # after the reset, which may be what finds out about them
+            # after the reset, which may be what finds them
             self._tools = tools_by_name([*self._tools.values(), *tools_of(self.environment)])
         return _text_or_none(shown, "reset()")
 
     async def react(self, text: str, raw: str, tokens: TurnTokens | None = None) -> Reaction:
-        """Give a turn of the policy's to the environment.
-
-        Args:
-            text: Without special tokens, and without the stop string that ended it.
-            raw: With special tokens, which mark the calls of some models.
-            tokens: Not asked for.
-
-        Raises:
-            EnvironmentFailure: It raised, took too long, or answered with what cannot be used.
-        """
         del tokens
         calls: tuple[Mapping[str, Any], ...] = ()
         content = None
         if isinstance(self.environment, TextEnvironment):
-            answer = await self._ask("step()", self.environment.step, text)
-            said = _text_or_none(answer, "step()")
-            messages: list[Message] = [] if said is None else [{"role": "user", "content": said}]
-            reason = "done" if said is None else None
+            answer = await self._call("step()", self.environment.step, text)
+            next_text = _text_or_none(answer, "step()")
+            messages: list[Message] = []
+            if next_text is not None:
+                messages.append({"role": "user", "content": next_text})
+            reason = "done" if next_text is None else None
         else:
-            found = self._read_calls(raw)
-            messages = [await self._used(call) for call in found]
-            calls = tuple(described(call) for call in found if isinstance(call, ToolCall))
-            content = beside_calls(found, text, raw, self._read_calls) if calls else None
-            reason = None if found else "stop"
-        reward = await self._judged("reward")
-        if await self._ask("done", self._is_done):
+            attempts = self._read_calls(raw)
+            messages = [await self._tool_message(call) for call in attempts]
+            calls = tuple(chat_call(call) for call in attempts if isinstance(call, ToolCall))
+            content = (
+                content_outside_calls(attempts, text, raw, self._read_calls) if calls else None
+            )
+            reason = None if attempts else "stop"
+        reward = await self._reward("reward")
+        if await self._call("done", self._is_done):
             reason = "done"
         messages = [] if reason else messages
         return Reaction(calls, tuple(messages), reward, reason, content=content)
 
     async def outcome(self) -> float:
-        """Return the reward of the whole, which comes on top of those of the turns; 0: none.
-
-        Raises:
-            EnvironmentFailure: It cannot be told.
-        """
-        return await self._judged("get_reward")
+        return await self._reward("get_reward")
 
     async def close(self) -> None:
-        """Close the environment.
-
-        Raises:
-            EnvironmentFailure: It raised or took too long.
-        """
         environment, self.environment = self.environment, None
         if callable(close := getattr(environment, "close", None)):
-            await self._ask("close()", close)
+            await self._call("close()", close)
 
-    async def _used(self, call: ToolCall | MalformedCall) -> Message:
-        """Make a call, and return what the policy is told."""
+    async def _tool_message(self, call: ToolCall | MalformedCall) -> Message:
+        """Make a call, and return the message with its result."""
         self._number += 1
-        identity = {"tool_call_id": f"call{self._number:05d}"}
+        message = {"role": "tool", "tool_call_id": f"call{self._number:05d}"}
         if isinstance(call, MalformedCall):
-            answer = getattr(self.environment, "malformed_call", None)
-            told = _error(f"{call.problem}")
-            if callable(answer):
-                given = await self._ask("malformed_call()", answer, call.text, call.problem)
-                told = _read_of("malformed_call()", given)
-            return {"role": "tool", "content": told, **identity}
-        tool = self._tools.get(call.name)
-        message = {"role": "tool", "name": call.name, **identity}
-        if tool is None:
+            content = f"error: {call.problem}"
+            if callable(answer := getattr(self.environment, "malformed_call", None)):
+                result = await self._call("malformed_call()", answer, call.text, call.problem)
+                content = _readable("malformed_call()", result)
+            return {**message, "content": content}
+        message["name"] = call.name
+        if (tool := self._tools.get(call.name)) is None:
             known = ", ".join(self._tools) or "none"
-            return {**message, "content": _error(f"no tool {call.name!r}; there are: {known}")}
+            return {**message, "content": f"error: no tool {call.name!r}; there are: {known}"}
         try:
             result = await within(self._timeout, partial(tool.call, call.arguments))
         except OutOfTimeError as error:
-            raise too_slow(f"{call.name}()", self._timeout) from error
-        except Exception as error:  # noqa: BLE001  the policy is to learn of it
-            return {**message, "content": _error(str(error) or type(error).__name__)}
-        return {**message, "content": _read_of(f"{call.name}()", result)}
+            raise EnvironmentFailure(
+                f"{call.name}() took longer than {self._timeout:g} s"
+            ) from error
+        except Exception as error:  # noqa: BLE001  for the policy to read
+            return {**message, "content": f"error: {str(error) or type(error).__name__}"}
+        return {**message, "content": _readable(f"{call.name}()", result)}
 
-    async def _judged(self, name: str) -> float:
-        judge = getattr(self.environment, name, None)
-        if not callable(judge):
+    async def _reward(self, name: str) -> float:
+        method = getattr(self.environment, name, None)
+        if not callable(method):
             return 0.0
-        return finite_reward(await self._ask(f"{name}()", judge), f"{name}()")
+        return finite_reward(await self._call(f"{name}()", method), f"{name}()")
 
     async def _is_done(self) -> bool:
         done = getattr(self.environment, "done", False)
@@ -255,19 +261,15 @@ class Session:
             done = await within(self._timeout, done)
         return bool(done)
 
-    async def _ask(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        call = partial(function, *arguments) if arguments else function
-        return await answer_of(name, call, self._timeout)
+    async def _call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        return await call_within(name, partial(function, *arguments), self._timeout)
 
 
 def _close_late(environment: Any) -> None:
-    """Close an environment that was made after nobody waited for it any more."""
+    """Close an environment that was made after its time was up."""
     result = environment.close() if callable(getattr(environment, "close", None)) else None
     if inspect.isawaitable(result):
-        asyncio.run(contained(result))
-
-
-_JUDGES = ("reward", "get_reward")
+        asyncio.run(_awaited(result))
 
 
 def _text_or_none(value: Any, name: str) -> str | None:
@@ -276,11 +278,11 @@ def _text_or_none(value: Any, name: str) -> str | None:
     raise EnvironmentFailure(f"{name} returned a {type(value).__name__}, not text or None")
 
 
-def _read_of(name: str, value: Any) -> str:
-    """Return what the policy reads of a value.
+def _readable(name: str, value: Any) -> str:
+    """Return a result as text for the policy.
 
     Raises:
-        EnvironmentFailure: It cannot read all of it.
+        EnvironmentFailure: There is no form for all of it.
     """
     try:
         return result_text(value)
@@ -288,5 +290,120 @@ def _read_of(name: str, value: Any) -> str:
         raise EnvironmentFailure(f"{name} returned {error}") from error
 
 
-def _error(text: str) -> str:
-    return f"error: {text}"
+class OutOfTimeError(TimeoutError):
+    """As opposed to a ``TimeoutError`` of the function's own."""
+
+
+async def call_within(
+    name: str,
+    function: Callable[[], Any],
+    limit: float,
+    *,
+    late: Callable[[Any], None] | None = None,
+) -> Any:
+    """Call a function, see `within`; its errors are the environment's.
+
+    Raises:
+        EnvironmentFailure: It raised or took too long.
+    """
+    try:
+        return await within(limit, function, late=late)
+    except OutOfTimeError as error:
+        raise EnvironmentFailure(f"{name} took longer than {limit:g} s") from error
+    except Exception as error:
+        raise failure_of(name, error) from error
+
+
+async def within(
+    limit: float, function: Callable[[], Any], *, late: Callable[[Any], None] | None = None
+) -> Any:
+    """Call a function, see `call`, and wait for what it returns.
+
+    A thread that is too slow is left behind: it cannot be stopped.
+
+    Args:
+        limit: In seconds.
+        function: Without its arguments.
+        late: Called with what such a thread returns.
+
+    Raises:
+        OutOfTimeError: It took longer. Whatever else is raised is the function's own.
+    """
+    threads: list[Future[Any]] = []
+    task = asyncio.ensure_future(call(function, threads))
+    # wait_for would wait for a task that does not let itself be cancelled
+    ended, _ = await asyncio.wait({task}, timeout=limit)
+    if not ended:
+        task.cancel()
+        if late is not None and threads:
+            threads[0].add_done_callback(
+                lambda thread: None if thread.exception() else late(thread.result())
+            )
+        raise OutOfTimeError
+    if task.cancelled():
+        raise RuntimeError("it cancelled itself")
+    return task.result()
+
+
+_ENDINGS = (SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration)
+"""What would end an event loop or a thread, and becomes an error like others."""
+
+
+async def call(function: Callable[[], Any], threads: list[Future[Any]]) -> Any:
+    """Call a function, in a thread unless it is async.
+
+    Args:
+        function: Without its arguments.
+        threads: Gets the future of the thread, if there is one.
+    """
+
+    def guarded() -> Any:
+        try:
+            return function()
+        except _ENDINGS as error:
+            raise RuntimeError(_summary(error)) from error
+
+    if inspect.iscoroutinefunction(function):
+        return await _awaited(function())
+    threads.append(in_background(guarded, name="environment"))
+    result = await asyncio.wrap_future(threads[0])
+    return await _awaited(result) if inspect.isawaitable(result) else result
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
+    try:
+        return await result
+    except _ENDINGS as error:
+        raise RuntimeError(_summary(error)) from error
+
+
+def accepted_columns(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of a row that a function's signature names, or all with ``**``."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return dict(row)
+    return {each.name: row[each.name] for each in parameters if each.name in row}
+
+
+def finite_reward(value: Any, name: str) -> float:
+    """Return a reward as a number; None is 0.
+
+    Raises:
+        EnvironmentFailure: It is no finite number.
+    """
+    try:
+        reward = 0.0 if value is None else float(value)
+    except (TypeError, ValueError):
+        reward = math.nan
+    if not math.isfinite(reward):
+        raise EnvironmentFailure(f"{name} returned {value!r:.80}, not a finite number")
+    return reward
+
+
+def failure_of(name: str, error: BaseException) -> EnvironmentFailure:
+    """Return the failure of a function that raised an error."""
+    return EnvironmentFailure(f"{name} raised {_summary(error)}")
+
+
+def _summary(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

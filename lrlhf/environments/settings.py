@@ -1,4 +1,4 @@
-"""The options of episodes: what the policy plays with, and where a turn ends."""
+"""The options of episodes: environment, tools or agent, and where a turn ends."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from lrlhf.environments.text_environment import TextEnvironment
-from lrlhf.environments.tool_call_formats import tool_call_format
+from lrlhf.environments.session import TextEnvironment
+from lrlhf.environments.tool_calls import tool_call_format
 from lrlhf.environments.tools import Tool, schemas_of, tools_of_functions
 from lrlhf.functional.names import import_function
 
 
 @dataclass(frozen=True, kw_only=True)
 class Episodes:
-    """Turns of a policy with an environment or with tools, in the place of single responses.
+    """Turns of a policy with an environment or with tools, in place of single responses.
 
-    ``sampling.max_new_tokens`` limits all that follows the prompt, what the environment says
+    ``sampling.max_new_tokens`` limits all that follows the prompt, observations of the environment
     included. With ``sampling.stop`` a turn ends at these strings too.
 
     Args:
@@ -25,25 +25,25 @@ class Episodes:
             one is made for each episode. docs/environments.md says what it may have. None: there
             are tools only.
         options: Keyword arguments of that class.
-        agent: Import path of a function that plays a whole episode by itself, and asks the policy
-            with any OpenAI-compatible client: it is called with those columns of the row that it
-            names, and with ``base_url``, ``api_key`` and ``model``. It returns the reward. In the
+        agent: Import path of a function that runs a complete episode by itself, and calls the
+            policy with any OpenAI-compatible client: its arguments are those columns of the row
+            that it names, and ``base_url``, ``api_key`` and ``model``. It returns the reward. In
             place of an environment and tools.
-        tools: Functions that the policy can call, by import path, beside the environment's own.
+        tools: Functions that the policy can call, by import path, besides the environment's own.
         tool_calls: How the policy writes calls: a name from
             `lrlhf.environments.TOOL_CALL_FORMATS`, or the import path of a function that reads a
             turn's text. None: as the chat template has it.
         max_turns: Turns of the policy in an episode.
-        max_turn_tokens: Tokens of one turn; None: what is left of the episode's.
+        max_turn_tokens: Tokens of one turn; None: those that the episode has left.
         timeout: Seconds for each call of the environment or a tool.
         reset_timeout: Seconds for making and resetting an environment.
-        history: What the policy sees of earlier turns. "tokens": all that was said, token by
-            token. "template": what the chat template makes of it at every turn, such as answers
-            without the reasoning before them; what it rewrites is a fork, and the policy is trained
-            on each turn as it saw it.
+        history: Earlier turns in the policy's context. "tokens": all of them, token by token.
+            "template": as the chat template renders them at every turn, such as answers without
+            the reasoning before them; what it rewrites is a fork, and the policy is trained on
+            each turn in the context in which it was generated.
         wait_for: When the next turns are generated. "all": once every environment has answered,
-            which gives the same batches in every run. "any": as soon as one has, so that nobody
-            waits for the slowest. None: "any" for an engine that computes elsewhere, else "all".
+            which gives the same batches in every run. "any": as soon as one has, without waiting
+            for the slowest. None: "any" for an engine that computes elsewhere, else "all".
     """
 
     environment: str | Callable[..., Any] | None = None
@@ -79,19 +79,19 @@ class Episodes:
                 raise ValueError(f"episodes.{name} is {value}; give seconds above 0")
 
 
-class Cast(NamedTuple):
+class ResolvedEpisodes(NamedTuple):
     """What the names in `Episodes` stand for."""
 
     make: Callable[[], Any] | None
     """Makes an environment; None: there are tools only."""
     tools: list[Tool]
-    """Beside the environment's own."""
+    """Besides the environment's own."""
     agent: Callable[..., Any] | None = None
-    """Plays an episode by itself."""
+    """Runs an episode by itself."""
 
 
-def resolve(episodes: Episodes) -> Cast:
-    """Find the environment, the tools or the agent, and look at what can be seen before an episode.
+def resolve(episodes: Episodes) -> ResolvedEpisodes:
+    """Import the environment, the tools or the agent, and check them as far as possible.
 
     Raises:
         ValueError: One cannot be imported, or a tool cannot be described to the policy.
@@ -99,16 +99,14 @@ def resolve(episodes: Episodes) -> Cast:
     tools = tools_of_functions(episodes.tools)
     if episodes.tool_calls is not None:
         tool_call_format(episodes.tool_calls)
-    if episodes.agent is not None:
-        found = episodes.agent
-        if isinstance(found, str):
-            found = import_function("agent", found, ())
-        return Cast(None, [], found)
+    if (agent := episodes.agent) is not None:
+        agent = import_function("agent", agent, ()) if isinstance(agent, str) else agent
+        return ResolvedEpisodes(None, [], agent)
     environment = episodes.environment
     if isinstance(environment, str):
         environment = import_function("environment", environment, ())
     if environment is None:
-        return Cast(None, tools)
+        return ResolvedEpisodes(None, tools)
     if isinstance(environment, type) and issubclass(environment, TextEnvironment):
         if tools:
             raise ValueError(
@@ -118,6 +116,6 @@ def resolve(episodes: Episodes) -> Cast:
     elif isinstance(environment, type):
         schemas_of(environment)
     make = partial(environment, **episodes.options)
-    # what messages call it
+    # its name in messages
     make.__name__ = getattr(environment, "__name__", "environment")  # type: ignore[attr-defined]
-    return Cast(make, tools)
+    return ResolvedEpisodes(make, tools)

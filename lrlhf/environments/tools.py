@@ -1,4 +1,8 @@
-"""Functions that a policy can call: what a chat template says of them, and how they are called."""
+"""Functions that a policy can call: their schemas for chat templates, and their calls.
+
+From top to bottom: `Tool` with its check of arguments, how tools are made from functions and
+methods, results as text, and the part of JSON schema that type hints need.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ from transformers.utils.chat_template_utils import (
     get_json_schema,
 )
 
-from lrlhf.environments.strict_json import STRICT_JSON
+from lrlhf.environments.tool_calls import STRICT_JSON
 from lrlhf.functional.names import import_value
 
 JSON_TYPES: Mapping[type, str] = {
@@ -39,92 +43,6 @@ JSON_TYPES: Mapping[type, str] = {
     dict: "object",
     NoneType: "null",
 }
-_PYTHON_WORDS = {"True": True, "False": False, "None": None}
-
-
-def fitting_values(value: Any, schema: Mapping[str, Any]) -> list[Any]:
-    """Return what a value may stand for that fits a schema, the best first.
-
-    Args:
-        value: As the policy gave it. A text may be the value that is written there; ``null`` is
-            None where the schema says so itself.
-        schema: Of the argument, the part of JSON schema that hints need.
-    """
-    fitting = [one for one in _readings(value) if _matches(one, schema)]
-    if isinstance(value, str) and "enum" not in schema and _takes_null(schema):
-        fitting.sort(key=lambda one: one is not None)
-    return fitting
-
-
-def _readings(value: Any) -> Iterator[Any]:
-    """Yield a value and, if it is a text, the value that is written there."""
-    yield value
-    if not isinstance(value, str):
-        return
-    if value.strip() in _PYTHON_WORDS:
-        yield _PYTHON_WORDS[value.strip()]
-        return
-    try:
-        yield STRICT_JSON.decode(value)
-    except (ValueError, RecursionError):
-        return
-
-
-def _takes_null(schema: Mapping[str, Any]) -> bool:
-    """Whether a schema says itself that a value may be null."""
-    options = schema.get("anyOf", ())
-    return (
-        bool(schema.get("nullable")) or "null" in _kinds(schema) or any(map(_takes_null, options))
-    )
-
-
-def _kinds(schema: Mapping[str, Any]) -> tuple[str, ...]:
-    kinds = schema.get("type", ())
-    return (kinds,) if isinstance(kinds, str) else tuple(kinds)
-
-
-def _matches(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Whether a value is what a schema asks for, in the part of JSON schema that hints need."""
-    if value is None and schema.get("nullable"):
-        return True
-    if "anyOf" in schema:
-        return any(_matches(value, option) for option in schema["anyOf"])
-    kinds, kind = _kinds(schema), JSON_TYPES.get(type(value), "")
-    if kinds and kind not in kinds and not (kind == "integer" and "number" in kinds):
-        return False
-    if "enum" in schema and value not in schema["enum"]:
-        return False
-    if isinstance(value, list):
-        return _matches_items(value, schema)
-    inner = schema.get("additionalProperties")
-    if isinstance(value, dict) and isinstance(inner, Mapping):
-        return all(_matches(entry, inner) for entry in value.values())
-    return True
-
-
-def _matches_items(values: list[Any], schema: Mapping[str, Any]) -> bool:
-    if "prefixItems" in schema:
-        wanted = schema["prefixItems"]
-        return len(values) == len(wanted) and all(map(_matches, values, wanted))
-    return all(_matches(value, schema.get("items", {})) for value in values)
-
-
-def wanted(schema: Mapping[str, Any]) -> str:
-    """Say what a schema asks for."""
-    if "enum" in schema:
-        text = "one of " + ", ".join(json.dumps(one, ensure_ascii=False) for one in schema["enum"])
-    elif "anyOf" in schema:
-        text = " or ".join(map(wanted, schema["anyOf"]))
-    else:
-        text = " or ".join(_kinds(schema)) or "any value"
-        if "prefixItems" in schema:
-            text += f" of {', '.join(map(wanted, schema['prefixItems']))}"
-        inner = schema.get("items", schema.get("additionalProperties"))
-        if isinstance(inner, Mapping):
-            text += f" of {wanted(inner)}"
-    return f"{text} or null" if schema.get("nullable") else text
-
-
 NOT_TOOLS = frozenset(
     {"reset", "reward", "get_reward", "done", "close", "malformed_call", "offered_tools"}
 )
@@ -184,15 +102,14 @@ class Tool:
     def accepted(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments as the function takes them.
 
-        A text that stands for a value of the wanted type is taken as that value, ``"3"`` as 3:
-        some formats of calls know nothing but text. ``"null"`` is None where a value may be null.
+        A text that stands for a value of the required type becomes that value, ``"3"`` becomes 3:
+        some formats of calls have only text. ``"null"`` is None where a value may be null.
 
         Args:
-            arguments: As the policy gave them, values as JSON has them.
+            arguments: Of the policy's call, values as JSON has them.
 
         Raises:
-            ToolArgumentsError: One is unknown, missing or of another type; in words for the
-                policy.
+            ToolArgumentsError: One is unknown, missing or of another type; for the policy to read.
         """
         parameters = self.schema["function"]["parameters"]
         properties = parameters.get("properties", {})
@@ -206,18 +123,18 @@ class Tool:
                     continue
                 problems.append(f"there is no argument {name!r}")
                 continue
-            if fitting := fitting_values(value, properties[name]):
+            if fitting := _fitting_values(value, properties[name]):
                 accepted[name] = fitting[0]
             else:
-                right, given = wanted(properties[name]), reprlib.repr(value)
-                problems.append(f"{name!r} must be {right}, not {given}")
+                kind = _described(properties[name])
+                problems.append(f"{name!r} must be {kind}, not {reprlib.repr(value)}")
         if problems:
-            taken = ", ".join(
-                f"{name} ({wanted(schema)}{'' if name in required else ', optional'})"
+            signature = ", ".join(
+                f"{name} ({_described(schema)}{'' if name in required else ', optional'})"
                 for name, schema in properties.items()
             )
             raise ToolArgumentsError(
-                f"wrong arguments: {'; '.join(problems)}. {self.name} takes {taken or 'none'}"
+                f"wrong arguments: {'; '.join(problems)}. {self.name} takes {signature or 'none'}"
             )
         return accepted
 
@@ -230,8 +147,8 @@ def tools_of(environment: Any) -> list[Tool]:
     """Return the public methods of an environment, inherited ones first, as they are defined.
 
     The schemas are made once per class. `NOT_TOOLS` are left out, and so is whatever is no method:
-    properties are not looked at. Behind them come the tools that its method ``offered_tools``
-    returns, if it has one: those that are known only at run time, with schemas of their own.
+    properties are not read. Behind them come the tools that its method ``offered_tools`` returns,
+    if it has one: those that are known only at run time, with schemas of their own.
 
     Raises:
         ValueError: A method has no docstring, or one that does not explain an argument, or a type
@@ -249,7 +166,7 @@ def tools_of_functions(functions: Iterable[NamedTool]) -> list[Tool]:
     """Return plain functions as tools.
 
     Args:
-        functions: In the order in which the policy is told of them.
+        functions: In the order of the chat template.
 
     Raises:
         ValueError: See `tools_of`. Or one cannot be imported or is no function, or two have the
@@ -257,7 +174,23 @@ def tools_of_functions(functions: Iterable[NamedTool]) -> list[Tool]:
     """
     if isinstance(functions, str) or not isinstance(functions, Iterable):
         raise ValueError("tools must be a list of functions, even if it is only one")
-    tools = [_tool(given) for given in functions]
+    tools = []
+    for function in functions:
+        tool: Any = function
+        if isinstance(function, str):
+            if "." not in function:
+                raise ValueError(
+                    f"tool {function!r} is no import path, such as my_package.tools.search"
+                )
+            tool = import_value("tool", function, ())
+        if not isinstance(tool, Tool):
+            if not inspect.isroutine(tool):
+                raise ValueError(
+                    f"tool {function!r} is a {type(tool).__name__}: give a function; a class with "
+                    "state is an environment"
+                )
+            tool = Tool(tool.__name__, tool, _schema(tool, tool.__name__, tool.__name__))
+        tools.append(tool)
     return list(tools_by_name(tools).values())
 
 
@@ -267,138 +200,20 @@ def tools_by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
     Raises:
         ValueError: Two have the same.
     """
-    found: dict[str, Tool] = {}
+    by_name: dict[str, Tool] = {}
     for tool in tools:
-        if tool.name in found:
+        if tool.name in by_name:
             raise ValueError(
                 f"two tools are called {tool.name!r}: rename one, be it a function among tools or "
                 "a method of the environment"
             )
-        found[tool.name] = tool
-    return found
-
-
-class UnreadableResultError(ValueError):
-    """A tool or an environment returned what the policy cannot read."""
-
-
-def result_text(value: Any) -> str:
-    """Return what the policy reads of a tool's result.
-
-    Args:
-        value: Text stands as it is, and None for nothing said. Of anything else the policy reads
-            its JSON: also of arrays, tensors, dataclasses and models of pydantic, of dates and
-            times, ``Decimal``, ``UUID`` and paths, which are texts there, and of the values of
-            enumerations.
-
-    Returns:
-        Text that UTF-8 can hold: half of a surrogate pair becomes a question mark.
-
-    Raises:
-        UnreadableResultError: JSON cannot hold all of it.
-    """
-    if value is None:
-        return ""
-    try:
-        plain = _plain(value)
-        text = plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
-    except RecursionError:
-        raise UnreadableResultError(
-            f"{_kind(value)} that is nested too deeply or holds itself; return less of it"
-        ) from None
-    except UnreadableResultError:
-        raise
-    except Exception as error:  # of a tensor without values, a number of 5000 digits, a model
-        raise UnreadableResultError(f"{_kind(value)} that cannot be read: {error}") from error
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as JSON holds it, and nothing else of it than all.
-
-    Raises:
-        UnreadableResultError: It cannot.
-    """
-    if value is None or isinstance(value, str | bool | int | float):
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UnreadableResultError(f"{value}, no number of JSON; return None or a text")
-        return value
-    if isinstance(value, Mapping):
-        return _plain_mapping(value)
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    if isinstance(value, Tensor | np.ndarray | np.generic):
-        return _plain_array(value)
-    return _plain_object(value)
-
-
-def _plain_array(value: Any) -> Any:
-    if not isinstance(value, Tensor) and value.dtype.kind in "MmV":
-        # numbers of unknown units, or rows without the names of their fields
-        raise UnreadableResultError(f"{_kind(value)} of {value.dtype}; {_INSTEAD}")
-    return _plain(value.tolist())
-
-
-def _plain_object(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return _plain(value.value)
-    if isinstance(value, datetime.date | datetime.time):
-        return value.isoformat()
-    if isinstance(value, Decimal | UUID | PurePath):
-        return str(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {one.name: _plain(getattr(value, one.name)) for one in dataclasses.fields(value)}
-    if callable(dump := getattr(value, "model_dump", None)) and not isinstance(value, type):
-        return _plain(dump())
-    raise UnreadableResultError(f"{_kind(value)}, which JSON has no form for; {_INSTEAD}")
-
-
-def _plain_mapping(value: Mapping[Any, Any]) -> dict[str, Any]:
-    plain: dict[str, Any] = {}
-    for key, inner in value.items():
-        if not isinstance(key, str | bool | int | float | NoneType):
-            raise UnreadableResultError(
-                f"{_kind(value)} with a key that is {_kind(key)}, where JSON has texts; {_INSTEAD}"
-            )
-        # as `json` writes them
-        plain[key if isinstance(key, str) else json.dumps(_plain(key))] = _plain(inner)
-    if len(plain) < len(value):
-        raise UnreadableResultError(f"{_kind(value)} with keys that JSON cannot tell apart")
-    return plain
-
-
-def _kind(value: Any) -> str:
-    """Name a value by its type alone: its repr may have an address in memory."""
-    kind = type(value)
-    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
-
-
-_INSTEAD = (
-    "return a text, or what JSON can hold: numbers, lists and dicts with texts as keys (of a set "
-    "or a generator a list, of a data frame its records). Images are not shown in episodes"
-)
-
-
-def _tool(given: NamedTool) -> Tool:
-    found: Any = given
-    if isinstance(given, str):
-        if "." not in given:
-            raise ValueError(f"tool {given!r} is no import path, such as my_package.tools.search")
-        found = import_value("tool", given, ())
-    if isinstance(found, Tool):
-        return found
-    if not inspect.isroutine(found):
-        raise ValueError(
-            f"tool {given!r} is a {type(found).__name__}: give a function; a class with state is "
-            "an environment"
-        )
-    name = found.__name__
-    return Tool(name, found, _schema(found, name, name))
+        by_name[tool.name] = tool
+    return by_name
 
 
 @functools.cache
 def schemas_of(environment: type) -> Mapping[str, Mapping[str, Any]]:
-    """Return what the policy is told of the tools of a class of environments, by name.
+    """Return the schemas of the tools of a class of environments, by name.
 
     Raises:
         ValueError: See `tools_of`.
@@ -423,9 +238,9 @@ def _schema(function: Callable[..., Any], name: str, shown: str) -> Mapping[str,
     """Make the schema of a function.
 
     Args:
-        function: To be described; without its ``self``.
-        name: That the policy calls it by.
-        shown: What the errors call it.
+        function: Without its ``self``.
+        name: In the calls of the policy.
+        shown: Its name in errors.
     """
     try:
         for parameter in inspect.signature(function).parameters.values():
@@ -461,3 +276,178 @@ def _leaves(hint: Any) -> Iterator[Any]:
         yield hint
     for part in inner:
         yield from _leaves(part)
+
+
+class UnreadableResultError(ValueError):
+    """A tool or an environment returned a value that has no form as text."""
+
+
+def result_text(value: Any) -> str:
+    """Return a tool's result as text for the policy.
+
+    Args:
+        value: Text stands as it is, and None becomes empty. Anything else becomes JSON: also
+            arrays, tensors, dataclasses and models of pydantic, dates and times, ``Decimal``,
+            ``UUID`` and paths, which are texts there, and the values of enumerations.
+
+    Returns:
+        Text that UTF-8 can hold: half of a surrogate pair becomes a question mark.
+
+    Raises:
+        UnreadableResultError: JSON cannot hold all of it.
+    """
+    if value is None:
+        return ""
+    try:
+        plain = _plain(value)
+        text = plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
+    except RecursionError:
+        raise UnreadableResultError(
+            f"{_kind(value)} that is nested too deeply or holds itself; return less of it"
+        ) from None
+    except UnreadableResultError:
+        raise
+    except Exception as error:  # of a tensor without values, a number of 5000 digits, a model
+        raise UnreadableResultError(f"{_kind(value)} that cannot be read: {error}") from error
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _plain(value: Any) -> Any:
+    """Return all of a value as JSON holds it.
+
+    Raises:
+        UnreadableResultError: JSON has no form for a part of it.
+    """
+    if value is None or isinstance(value, str | bool | int | float):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UnreadableResultError(f"{value}, no number of JSON; return None or a text")
+        return value
+    if isinstance(value, Mapping):
+        return _plain_mapping(value)
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, Tensor | np.ndarray | np.generic):
+        if not isinstance(value, Tensor) and value.dtype.kind in "MmV":
+            # numbers of unknown units, or rows without the names of their fields
+            raise UnreadableResultError(f"{_kind(value)} of {value.dtype}; {_INSTEAD}")
+        return _plain(value.tolist())
+    return _plain_object(value)
+
+
+def _plain_object(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return _plain(value.value)
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, Decimal | UUID | PurePath):
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+    if callable(dump := getattr(value, "model_dump", None)) and not isinstance(value, type):
+        return _plain(dump())
+    raise UnreadableResultError(f"{_kind(value)}, which JSON has no form for; {_INSTEAD}")
+
+
+def _plain_mapping(value: Mapping[Any, Any]) -> dict[str, Any]:
+    plain: dict[str, Any] = {}
+    for key, entry in value.items():
+        if not isinstance(key, str | bool | int | float | NoneType):
+            raise UnreadableResultError(
+                f"{_kind(value)} with a key that is {_kind(key)}, where JSON has texts; {_INSTEAD}"
+            )
+        # as `json` writes them
+        plain[key if isinstance(key, str) else json.dumps(_plain(key))] = _plain(entry)
+    if len(plain) < len(value):
+        raise UnreadableResultError(f"{_kind(value)} with keys that JSON cannot tell apart")
+    return plain
+
+
+def _kind(value: Any) -> str:
+    """Name a value by its type alone: its repr may have an address in memory."""
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
+_INSTEAD = (
+    "return a text, or what JSON can hold: numbers, lists and dicts with texts as keys (of a set "
+    "or a generator a list, of a data frame its records). Images are not shown in episodes"
+)
+
+
+_PYTHON_WORDS = {"True": True, "False": False, "None": None}
+
+
+def _fitting_values(value: Any, schema: Mapping[str, Any]) -> list[Any]:
+    """Return the readings of an argument that fit its schema, the best first.
+
+    A text may be the value that is written there, and ``null`` None where the schema allows it.
+    """
+
+    def readings() -> Iterator[Any]:
+        yield value
+        if not isinstance(value, str):
+            return
+        if value.strip() in _PYTHON_WORDS:
+            yield _PYTHON_WORDS[value.strip()]
+            return
+        try:
+            yield STRICT_JSON.decode(value)
+        except (ValueError, RecursionError):
+            return
+
+    fitting = [reading for reading in readings() if _matches(reading, schema)]
+    if isinstance(value, str) and "enum" not in schema and _allows_null(schema):
+        fitting.sort(key=lambda reading: reading is not None)
+    return fitting
+
+
+def _allows_null(schema: Mapping[str, Any]) -> bool:
+    """Whether a schema has null as a type of its own."""
+    options = schema.get("anyOf", ())
+    return (
+        bool(schema.get("nullable")) or "null" in _kinds(schema) or any(map(_allows_null, options))
+    )
+
+
+def _kinds(schema: Mapping[str, Any]) -> tuple[str, ...]:
+    kinds = schema.get("type", ())
+    return (kinds,) if isinstance(kinds, str) else tuple(kinds)
+
+
+def _matches(value: Any, schema: Mapping[str, Any]) -> bool:
+    """Whether a value fits a schema, in the part of JSON schema that type hints need."""
+    if value is None and schema.get("nullable"):
+        return True
+    if "anyOf" in schema:
+        return any(_matches(value, option) for option in schema["anyOf"])
+    kinds, kind = _kinds(schema), JSON_TYPES.get(type(value), "")
+    if kinds and kind not in kinds and not (kind == "integer" and "number" in kinds):
+        return False
+    if "enum" in schema and value not in schema["enum"]:
+        return False
+    if isinstance(value, list):
+        if "prefixItems" in schema:
+            items = schema["prefixItems"]
+            return len(value) == len(items) and all(map(_matches, value, items))
+        return all(_matches(entry, schema.get("items", {})) for entry in value)
+    inner = schema.get("additionalProperties")
+    if isinstance(value, dict) and isinstance(inner, Mapping):
+        return all(_matches(entry, inner) for entry in value.values())
+    return True
+
+
+def _described(schema: Mapping[str, Any]) -> str:
+    """Describe in words what a schema allows."""
+    if "enum" in schema:
+        values = (json.dumps(value, ensure_ascii=False) for value in schema["enum"])
+        text = f"one of {', '.join(values)}"
+    elif "anyOf" in schema:
+        text = " or ".join(map(_described, schema["anyOf"]))
+    else:
+        text = " or ".join(_kinds(schema)) or "any value"
+        if "prefixItems" in schema:
+            text += f" of {', '.join(map(_described, schema['prefixItems']))}"
+        inner = schema.get("items", schema.get("additionalProperties"))
+        if isinstance(inner, Mapping):
+            text += f" of {_described(inner)}"
+    return f"{text} or null" if schema.get("nullable") else text

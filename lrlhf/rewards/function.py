@@ -1,4 +1,4 @@
-"""What a reward function is, and how it reads what it scores."""
+"""Reward functions: their interface, and how they read completions, columns and prompts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Completion = str | Sequence[Message]
 """All that follows the prompt: text, or for a chat the turns that the policy added.
 
 Where responses come from a rollout it is a `CompletionText` or `CompletionTurns`, whose
-``segments`` tell what the policy wrote from what it was given, and of which
+``segments`` separate what the policy wrote from inputs such as tool output, and of which
 `completion_text` returns the former.
 """
 
@@ -25,19 +25,19 @@ class TextSegment(NamedTuple):
 
     text: str
     sampled: bool
-    """Whether the policy wrote it; else it was given, such as the output of a tool."""
+    """Whether the policy wrote it; else it is an input, such as the output of a tool."""
 
 
 class CompletionText(str):
-    """A completion as a string that also knows its segments."""
+    """A completion as a string with its segments."""
 
     segments: tuple[TextSegment, ...]
     """In order; the string is their concatenation."""
 
     def __new__(cls, segments: Iterable[TextSegment]) -> CompletionText:
-        known = tuple(segments)
-        text = super().__new__(cls, "".join(segment.text for segment in known))
-        text.segments = known
+        segments = tuple(segments)
+        text = super().__new__(cls, "".join(segment.text for segment in segments))
+        text.segments = segments
         return text
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
@@ -61,18 +61,18 @@ class CompletionTurns(list[Message]):
 
 
 def completion_segments(completion: Completion) -> tuple[TextSegment, ...]:
-    """Return what the policy wrote and what it was given; all of a plain text was written."""
+    """Return the segments of a completion; a plain text is one that the policy wrote."""
     # also those of `isolated_child.py`, which has classes of its own
-    known: Iterable[tuple[str, bool]] | None = getattr(completion, "segments", None)
-    if known is not None:
-        return tuple(TextSegment(*segment) for segment in known)
+    segments: Iterable[tuple[str, bool]] | None = getattr(completion, "segments", None)
+    if segments is not None:
+        return tuple(TextSegment(*segment) for segment in segments)
     return (TextSegment(completion_text(completion), sampled=True),)
 
 
 def with_segments(
     completion: Completion, segments: Iterable[tuple[str, bool]] | None
 ) -> Completion:
-    """Return a completion that knows its segments again; None: it is to know none."""
+    """Return a completion with segments; None: as it is."""
     if segments is None:
         return completion
     text = CompletionText([TextSegment(*segment) for segment in segments])
@@ -100,7 +100,7 @@ class RewardError(ValueError):
 
 
 class MissingColumnError(RewardError):
-    """A reward function asks for a column that the data lacks."""
+    """A reward function reads a column that the data lacks."""
 
 
 class NoSiblingsError(RewardError):
@@ -113,7 +113,7 @@ class PartialValues(list[float | None]):
     Args:
         values: One per response; NaN: it is missing, None: the function does not apply.
         failure: The reason to be reported; the last line sums it up. Empty: there is none.
-        failed: To how many responses the reason applies; None: to all whose value is missing.
+        failed: Number of responses to which the reason applies; None: all without a value.
     """
 
     def __init__(
@@ -126,17 +126,17 @@ class PartialValues(list[float | None]):
 
 
 class StepReward(NamedTuple):
-    """What one step of a response adds to its value."""
+    """The contribution of one step of a response to its value."""
 
     end: int
-    """Characters of the completion's segments, joined, up to which the step goes."""
+    """Where the step ends, in characters of the completion's joined segments."""
     value: float
 
 
 class StepValues(list[float | None]):
-    """Values that are sums over the steps of each response, and what each step adds.
+    """Values that are sums over the steps of each response, and the contribution of each step.
 
-    Algorithms that look at single turns credit each step at the token that ends it, see
+    Algorithms with credit for single turns credit each step at the token that ends it, see
     `Advantage.credit`.
 
     Args:
@@ -151,8 +151,8 @@ class StepValues(list[float | None]):
         self.steps = tuple(steps)
 
 
-def first_of(failures: Mapping[int, str], what: str) -> str:
-    """Tell the first failure of several by response; the last line sums up what they are."""
+def first_failure(failures: Mapping[int, str], what: str) -> str:
+    """Return the first failure of several by response; the last line sums them up as ``what``."""
     first = min(failures)
     *details, summary = failures[first].splitlines()
     return "\n".join([*details, f"{what}, the first is response {first}: {summary}"])
@@ -162,44 +162,44 @@ class RewardFunction(KeepsArguments, ABC):
     """Scores responses; a plain function with the same arguments will do as well.
 
     Only those arguments are passed that the signature names (all of them with ``**columns``), so
-    a function that looks at text alone is ``def __call__(self, *, completions, **columns)``.
+    a function that reads text alone is ``def __call__(self, *, completions, **columns)``.
     ``__call__`` may be ``async``.
     """
 
     ends_by_itself: ClassVar[bool] = False
-    """Its work ends, or has limits of its own: `Rewards` sets it none unless it is told to."""
+    """Its work ends, or has limits of its own: `Rewards` sets none with ``timeout: auto``."""
 
     sums_turns: ClassVar[bool] = False
-    """Its value is the sum of what an environment gave for single turns."""
+    """Its value is the sum of an environment's rewards for single turns."""
 
     gives_steps: ClassVar[bool] = False
     """It returns `StepValues`."""
 
     none_is_missing: ClassVar[bool] = False
-    """Its None says that it could not score a response, and not that it does not apply to it."""
+    """Its None means that it could not score a response, and not that it does not apply."""
 
     forwards_columns: ClassVar[bool] = False
-    """What it is given goes to a function of the user's, which may use all of it."""
+    """Its arguments go to a function of the user, which may use all of them."""
 
     compares_responses: bool = False
-    """It has values for responses that have others to the same prompt beside them, and no other."""
+    """It has values only for responses with siblings, others to the same prompt."""
 
     @classmethod
     def columns_read(cls, options: Mapping[str, Any]) -> Iterable[str]:
-        """Return the data columns that it cannot do without, beside those of its signature.
+        """Return the data columns that it requires, besides those of its signature.
 
-        They are looked for before any weights are loaded.
+        They are checked before any weights are loaded.
 
         Args:
-            options: What the constructor is called with, defaults left out or not.
+            options: Of the constructor, defaults left out or not.
         """
         return ()
 
     def prepare(self) -> None:
         """Load what is heavy; must be cheap when it is loaded already.
 
-        Called in the caller's thread before every scoring, outside the timeout. What it raises
-        stops the run.
+        Called in the caller's thread before every scoring, outside the timeout. Its exceptions
+        stop the run.
         """
 
     def close(self) -> None:
@@ -221,15 +221,15 @@ class RewardFunction(KeepsArguments, ABC):
         Args:
             prompts: Text, or the list of turns of a chat, one per response.
             completions: The responses: text, or a list of the assistant's turns where the prompt is
-                a chat, so that ``prompt + completion`` is the whole; see `Completion`.
+                a chat, so that ``prompt + completion`` is the full dialogue; see `Completion`.
             completion_ids: Token ids that the policy wrote, as the engine returned them.
             log_metric: ``log_metric(name, value)`` logs a number under ``rewards/<name>``,
                 with the function's name before it where another may log the same.
             log_extra: ``log_extra(column, values)`` adds a column to the log of responses, one
                 value per response.
-            columns: Every other column of the data, as a list with one value per response. A
-                function that names an argument ``rewards`` is given the values of other functions
-                in it, see ``inputs`` of `Rewards`.
+            columns: Every other column of the data, as a list with one value per response. An
+                argument ``rewards`` has the values of other functions, see ``inputs`` of
+                `Rewards`.
 
         Returns:
             One finite number per response, or None for all responses to a prompt to which it does
@@ -248,7 +248,7 @@ class CopiesStartAfresh(RewardFunction, ABC):
         """Set what runs to what it is before the first call."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: kept for name, kept in self.__dict__.items() if name not in self._not_copied}
+        return {key: value for key, value in self.__dict__.items() if key not in self._not_copied}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -256,13 +256,12 @@ class CopiesStartAfresh(RewardFunction, ABC):
 
 
 def completion_text(completion: Completion) -> str:
-    """Return what the policy said as plain text, without what it was given in between.
+    """Return the text that the policy wrote, without inputs in between.
 
     Args:
         completion: Text, or chat turns: the contents of the assistant's, joined by newlines. Of
-            content that comes in parts, the text parts count. Of one that knows its segments, those
-            that the policy wrote, joined by newlines: its calls of tools stand there as it wrote
-            them.
+            content that comes in parts, the text parts count. With segments, those that the policy
+            wrote, joined by newlines: its calls of tools stand there as it wrote them.
     """
     if hasattr(completion, "segments"):
         own = (segment.text for segment in completion_segments(completion) if segment.sampled)
@@ -286,7 +285,7 @@ def content_text(content: Any) -> str:
 
 
 def outside_thoughts(text: str) -> str:
-    """Return what a text says behind its thoughts, and before one that it opens and never closes.
+    """Return a text behind its thoughts, up to one that it opens and never closes.
 
     ``</think>`` ends a thought, whose ``<think>`` the chat template may have written.
     """
@@ -295,8 +294,8 @@ def outside_thoughts(text: str) -> str:
 
 def before_open_thought(text: str) -> str:
     """Return a text up to the thought that it opens and never closes; all of it: there is none."""
-    thoughts, ended, said = text.rpartition(_THOUGHT_END)
-    return thoughts + ended + said.partition(_THOUGHT)[0]
+    thoughts, end, answer = text.rpartition(_THOUGHT_END)
+    return thoughts + end + answer.partition(_THOUGHT)[0]
 
 
 _THOUGHT, _THOUGHT_END = "<think>", "</think>"
@@ -306,8 +305,8 @@ def column_of(columns: Mapping[str, Any], name: str, *, setting: str) -> Sequenc
     """Return a data column that an option names.
 
     Args:
-        columns: What the reward function was called with.
-        name: The column.
+        columns: Arguments of the reward function.
+        name: Of the column.
         setting: The option that names it, for the error.
 
     Raises:

@@ -1,4 +1,9 @@
-"""Rewards from trained reward models."""
+"""Rewards from trained reward models in this process.
+
+`LearnedReward` scores complete responses. Below it are the parts that other rewards with a model
+share: how prompt and response become one text and its tokens, how rows are batched, and where the
+model is while it computes.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +11,9 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from abc import abstractmethod
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -30,319 +36,74 @@ from lrlhf.models import (
 from lrlhf.models.chat_templates import readable_messages
 from lrlhf.models.loading.pretrained import DType
 from lrlhf.models.sharding import device_of
-from lrlhf.rewards.dispatch import while_wanted
+from lrlhf.rewards.dispatch import until_timeout
 from lrlhf.rewards.function import (
     Completion,
+    CopiesStartAfresh,
     LogMetric,
     RewardError,
+    check_positive,
     completion_text,
     content_text,
     did_you_mean,
 )
-from lrlhf.rewards.own_model import OwnModelReward
 from lrlhf.types import Media, Message, Prompt, SequenceBatch
 from lrlhf.vllm_worker.fingerprint import fingerprint
 
 SpecialTokens = Literal["with_eos", "tokenizer", "none"]
-"""What stands around a plain text: the tokenizer's marks and an end, these marks, or nothing."""
-_NO_LIMIT = 10**9  # tokenizers without a limit name one of 30 digits
+"""Around a plain text: the tokenizer's special tokens and an end, these tokens, or nothing."""
+_NO_LIMIT = 10**9  # tokenizers without a limit have one of 30 digits
+
+LoadedT = TypeVar("LoadedT")
 
 
-class Row(NamedTuple):
-    """One response with its prompt, as the reward model reads it."""
+class OwnModelReward(CopiesStartAfresh, Generic[LoadedT]):
+    """A reward with a model that is loaded at the first use, and by each copy on its own device."""
 
-    input_ids: Sequence[int]
-    media: Media | None = None
-    prompt: int = 0
-    """Number that rows with the same prompt have in common."""
+    ends_by_itself: ClassVar[bool] = True
+    none_is_missing: ClassVar[bool] = True
+    _not_copied = ("_loaded",)
 
+    def _start_afresh(self) -> None:
+        self._loaded: LoadedT | None = None
 
-def sharing(
-    rows: Sequence[Row | None],
-    prompts: Sequence[Prompt],
-    shown: Sequence[MediaRefs] | None = None,
-) -> list[Row | None]:
-    """Give rows that show the same objects the same `Media`, so that the model looks once."""
-    known: dict[tuple[int, ...], Media] = {}
-    numbers: dict[str, int] = {}
-    shared: list[Row | None] = []
-    shown = shown or [MediaRefs()] * len(rows)
-    for row, prompt, refs in zip(rows, prompts, shown, strict=True):
-        if row is not None:
-            text = prompt if isinstance(prompt, str) else repr(prompt)
-            row = row._replace(prompt=numbers.setdefault(text, len(numbers)))
-        if row is not None and row.media is not None:
-            key = tuple(map(id, refs.everything))
-            row = row._replace(media=known.setdefault(key, row.media))
-        shared.append(row)
-    return shared
+    def prepare(self) -> None:
+        """Load the model.
 
+        Raises:
+            ValueError: The source leads to no model of this kind, or to one that does not fit the
+                options.
+        """
+        self._ready()
 
-def text_without_marks(text: str, marks: Sequence[str]) -> str:
-    """Remove marks, also those that the removal of others leaves."""
-    pattern = re.compile("|".join(map(re.escape, marks)))
-    while (left := pattern.sub("", text)) != text:
-        text = left
-    return text
+    def _ready(self) -> LoadedT:
+        if self._loaded is None:
+            self._loaded = self._load()
+        return self._loaded
 
-
-def without_marks(completion: Completion, marks: Sequence[str]) -> Completion:
-    """Remove what the reward model would read as media: a policy can spell it by letters."""
-    if not marks:
-        return completion
-    if isinstance(completion, str):
-        return text_without_marks(completion, marks)
-    return [_cleaned(turn, marks) for turn in completion]
-
-
-def _cleaned(value: Any, marks: Sequence[str]) -> Any:
-    """Remove marks from all texts in a value of JSON, such as a turn with calls."""
-    if isinstance(value, str):
-        return text_without_marks(value, marks)
-    if isinstance(value, Mapping):
-        return {name: _cleaned(inner, marks) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_cleaned(inner, marks) for inner in value]
-    return value
-
-
-def as_text(turn: Message) -> Message:
-    """Leave of content that comes in parts what a text model reads."""
-    content = turn.get("content")
-    return {**turn, "content": content_text(content)} if isinstance(content, list) else turn
-
-
-def encoded(tokenizer: PreTrainedTokenizerBase, text: str, *, specials: bool) -> list[int]:
-    """Tokenize a text; a token that begins texts is not said twice."""
-    reader = reader_of(tokenizer, text)
-    ids: list[int] = reader(text, add_special_tokens=specials, verbose=False)["input_ids"]
-    bos = tokenizer.bos_token_id
-    doubled = bos is not None and ids[:2] == [bos, bos]
-    return ids[1:] if doubled else ids
-
-
-def check_special_tokens(value: str) -> None:
-    """Refuse what is none of `SpecialTokens`.
-
-    Raises:
-        ValueError: It is none.
-    """
-    if value not in (known := get_args(SpecialTokens)):
-        raise ValueError(f"special_tokens is {value!r}; it must be one of {', '.join(known)}")
-
-
-def text_ids(
-    tokenizer: PreTrainedTokenizerBase,
-    text: str,
-    *,
-    chat: bool,
-    special_tokens: SpecialTokens = "with_eos",
-) -> list[int]:
-    """Tokenize prompt and response; a chat has its special tokens from its template.
-
-    Args:
-        tokenizer: The reward model's.
-        text: Of both.
-        chat: Whether a template has rendered it.
-        special_tokens: Of other text; the default is what ``RewardModel`` trains on.
-    """
-    ids = encoded(tokenizer, text, specials=not chat and special_tokens != "none")
-    end = tokenizer.eos_token_id
-    ended = chat or special_tokens != "with_eos" or end is None or ids[-1:] == [end]
-    return ids if ended else [*ids, end]
-
-
-def written(
-    tokenizer: PreTrainedTokenizerBase,
-    template: str | None,
-    prompt: Prompt,
-    completion: Completion,
-    *,
-    source: str,
-) -> str:
-    """Return prompt and response as one text; see `rendered`."""
-    if isinstance(prompt, str):
-        # a text with all that the policy was given in between, as it has read it
-        return prompt + (completion if isinstance(completion, str) else completion_text(completion))
-    turns = (
-        [{"role": "assistant", "content": completion}]
-        if isinstance(completion, str)
-        else completion
-    )
-    return rendered(tokenizer, template, (*prompt, *turns), source=source)
-
-
-def padded(rows: Sequence[Row]) -> SequenceBatch:
-    """Pad at the right; the id does not matter, as the mask says what counts."""
-    lengths = torch.tensor([len(row.input_ids) for row in rows])
-    input_ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row.input_ids) for row in rows], True)
-    mask = torch.arange(input_ids.shape[1]) < lengths[:, None]
-    return SequenceBatch(
-        input_ids=input_ids,
-        attention_mask=mask,
-        response_mask=mask,
-        media=tuple(row.media for row in rows),
-        group_ids=torch.tensor([row.prompt for row in rows]),
-    )
-
-
-def rendered(
-    tokenizer: PreTrainedTokenizerBase,
-    template: str | None,
-    turns: Sequence[Message],
-    *,
-    source: str,
-    open_turn: bool = False,
-) -> str:
-    """Render a chat as the reward model reads it; special tokens in what turns say are split.
-
-    Calls become text if its template leaves them out.
-
-    Args:
-        tokenizer: The reward model's.
-        template: Jinja text; None: the tokenizer's.
-        turns: Of the chat.
-        source: The reward model, for messages.
-        open_turn: End where the assistant is to answer.
-
-    Raises:
-        RewardError: There is no template, or it refuses the turns.
-    """
-    if template is None and tokenizer.chat_template is None:
-        raise RewardError(f"the prompts are chats, and {no_template(tokenizer, source, open_turn)}")
-
-    def render(turns: Sequence[Message]) -> str:
-        return _rendered(tokenizer, template, turns, source=source, open_turn=open_turn)
-
-    text = render(turns)
-    if any(turn.get("tool_calls") for turn in turns):
-        other = {"type": "function", "function": {"name": "LRLHF-CALL-5E1D", "arguments": {}}}
-        marked = [
-            {**turn, "tool_calls": [other]} if turn.get("tool_calls") else turn for turn in turns
-        ]
-        if render(marked) == text:
-            return render([_calls_as_text(turn) for turn in turns])
-    return text
-
-
-def _calls_as_text(turn: Message) -> Message:
-    """Put calls into the content, for templates that have no place for them."""
-    calls = [
-        f"<tool_call>\n{_call_text(one)}\n</tool_call>" for one in turn.get("tool_calls") or ()
-    ]
-    said = [text for text in (content_text(turn.get("content")), *calls) if text]
-    return {**turn, "content": "\n".join(said)} if calls else turn
-
-
-def _call_text(call: Mapping[str, Any]) -> str:
-    function = call.get("function", call)
-    told = {"name": function.get("name"), "arguments": function.get("arguments")}
-    return json.dumps(told, ensure_ascii=False, default=str)
-
-
-def _rendered(
-    tokenizer: PreTrainedTokenizerBase,
-    template: str | None,
-    turns: Sequence[Message],
-    *,
-    source: str,
-    open_turn: bool,
-) -> str:
-    try:
-        text = tokenizer.apply_chat_template(
-            readable_messages(
-                split_messages(tokenizer, turns, template), tokenizer.get_chat_template(template)
-            ),
-            chat_template=template,
-            tokenize=False,
-            add_generation_prompt=open_turn,
-        )
-    except TEMPLATE_ERRORS as error:
-        raise RewardError(
-            f"the chat template of {source!r} refuses the messages: {error}; give chat_template"
-        ) from error
-    return rejoined(str(text))
-
-
-def no_template(tokenizer: PreTrainedTokenizerBase, source: str, open_turn: bool) -> str:
-    """Say that a tokenizer cannot render chats, and which option of its reward helps."""
-    return (
-        f"the tokenizer of {source!r} has no chat template: give chat_template; for a model that "
-        f"was trained on plain texts chat_template: {plain_template(tokenizer, open_turn)!r}"
-    )
-
-
-def plain_template(tokenizer: PreTrainedTokenizerBase, open_turn: bool) -> str:
-    """Return the template that renders a chat as plain text is encoded: turn after turn.
-
-    It writes the marks around plain text out, as those are for a chat's template to say.
-
-    Args:
-        tokenizer: The reward model's.
-        open_turn: The text goes on, so that nothing ends it.
-    """
-    bare, ids = (text_ids(tokenizer, "a", chat=chat) for chat in (True, False))
-    starts = [i for i in range(len(ids)) if ids[i : i + len(bare)] == bare]
-    start = starts[0] if starts else 0
-    before, after = ids[:start], ids[start + len(bare) :]
-    first, last = ("".join(tokenizer.convert_ids_to_tokens(part)) for part in (before, after))
-    turns = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    return f"{first}{turns}{'' if open_turn else last}"
-
-
-def token_limit(
-    max_tokens: int | None, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
-) -> int | None:
-    """Return how many tokens an input may have; None: nothing limits it."""
-    limits = [max_tokens, context_of(config)]
-    if tokenizer.model_max_length < _NO_LIMIT:
-        limits.append(int(tokenizer.model_max_length))
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def resolve_device(device: str) -> torch.device:
-    """Return a device by its name, ``auto`` being the process's current GPU, if any."""
-    if device != "auto":
-        return torch.device(device)
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-@contextlib.contextmanager
-def in_place(network: nn.Module, device: torch.device, *, offload: bool) -> Iterator[None]:
-    """Have a network on its device inside, and with ``offload`` not longer."""
-    # threads do not inherit the process's current GPU
-    current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-    with current:
-        if not offload:
-            yield
-            return
-        network.to(device)
-        try:
-            yield
-        finally:
-            network.to("cpu")
+    @abstractmethod
+    def _load(self) -> LoadedT:
+        """Load the model and what goes with it."""
 
 
 class TextMarks(NamedTuple):
-    """Texts that a model reads as something else than letters."""
+    """Texts that become special tokens of a model."""
 
     padding: tuple[str, ...] = ()
     """Of padding and of the end of a text."""
     media: tuple[str, ...] = ()
-    """What stands for one image, video or audio, before the processor counts its tokens."""
+    """Placeholders of one image, video or audio, before the processor counts its tokens."""
 
 
 class ModelFacts(NamedTuple):
-    """What a learned reward tells of its model."""
+    """The model of a learned reward."""
 
     source: str
     heads: tuple[str, ...]
     head: str
     """The one whose score counts."""
     fingerprint: str
-    """16 letters that change with the weights, the tokenizer, and what else scores depend on."""
+    """16 letters that change with all that scores depend on, such as weights and tokenizer."""
     marks: TextMarks
 
 
@@ -351,18 +112,18 @@ class _Loaded(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     processor: MediaProcessor | None
     marks: tuple[str, ...]
-    """What stands for media in the model's texts; a response must not say it."""
+    """Placeholders of media in the model's texts; a response must not contain them."""
     head: int
     max_tokens: int | None
     device: torch.device
 
 
 class LearnedReward(OwnModelReward[_Loaded]):
-    """The score that a trained reward model gives to prompt and response.
+    """The score of a trained reward model for prompt and response.
 
     The model reads text, through its own tokenizer and chat template, so that it may be of another
     family than the policy. The model is frozen, and loaded at the first use.
-    A multimodal reward model is shown the prompts' images, videos and audio, through its own
+    A multimodal reward model reads the prompts' images, videos and audio, through its own
     processor; a text model reads the text parts of such prompts. Responses that are too long for
     it get no score, and ``rewards/learned/too_long`` counts them; nothing is cut.
 
@@ -379,8 +140,8 @@ class LearnedReward(OwnModelReward[_Loaded]):
         attn_implementation: As in ``from_pretrained`` of ``transformers``.
         trust_remote_code: Run Python code that comes with the model.
         offload: Keep the model in main memory between two calls.
-        special_tokens: Around texts that are no chats: ``with_eos``, what the tokenizer puts there
-            and the end-of-sequence token, as ``RewardModel`` trains; ``tokenizer``, only the first;
+        special_tokens: Around texts that are no chats: ``with_eos``, those of the tokenizer and
+            the end-of-sequence token, as ``RewardModel`` trains; ``tokenizer``, only the first;
             ``none``, as TRL's ``RLOOTrainer`` scores.
     """
 
@@ -400,22 +161,13 @@ class LearnedReward(OwnModelReward[_Loaded]):
         special_tokens: SpecialTokens = "with_eos",
     ) -> None:
         check_special_tokens(special_tokens)
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}; it must be 1 or more")
-        if max_tokens is not None and max_tokens < 1:
-            raise ValueError(f"max_tokens is {max_tokens}; it must be 1 or more, or null")
-        self._source = source
-        self._head = head
-        self._tokenizer = tokenizer
-        self._chat_template = chat_template
-        self._batch_size = batch_size
-        self._max_tokens = max_tokens
-        self._device = device
-        self._dtype = dtype
+        check_positive(batch_size=batch_size, max_tokens=max_tokens)
+        self._source, self._head, self._special_tokens = source, head, special_tokens
+        self._tokenizer, self._chat_template = tokenizer, chat_template
+        self._batch_size, self._max_tokens = batch_size, max_tokens
+        self._device, self._dtype, self._offload = device, dtype, offload
         self._attn_implementation = attn_implementation
         self._trust_remote_code = trust_remote_code
-        self._offload = offload
-        self._special_tokens = special_tokens
         self._start_afresh()
 
     @classmethod
@@ -439,7 +191,7 @@ class LearnedReward(OwnModelReward[_Loaded]):
         return reward
 
     def describe(self) -> ModelFacts:
-        """Load the model, and tell which one it is.
+        """Load the model, and describe it.
 
         Raises:
             ValueError: As :meth:`prepare`.
@@ -448,13 +200,18 @@ class LearnedReward(OwnModelReward[_Loaded]):
         tokenizer, processor = loaded.tokenizer, loaded.processor
         template = self._chat_template or tokenizer.chat_template
         settings = (loaded.head, loaded.max_tokens, template, sorted(tokenizer.get_vocab().items()))
+        special = "" if self._special_tokens == "with_eos" else self._special_tokens
+        text = repr(settings) + special
+        digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8)
+        for name, weight in sorted(loaded.network.state_dict().items()):
+            digest.update(
+                f"{name} {weight.dtype} {[*weight.shape]} {int(fingerprint(weight))}".encode()
+            )
         return ModelFacts(
             source=self._source,
             heads=loaded.network.head_names,
             head=loaded.network.head_names[loaded.head],
-            fingerprint=_fingerprint(
-                loaded.network, repr(settings) + ("" if self._ends_text else self._special_tokens)
-            ),
+            fingerprint=digest.hexdigest(),
             marks=TextMarks(
                 padding=tuple(
                     str(mark) for mark in (tokenizer.pad_token, tokenizer.eos_token) if mark
@@ -481,10 +238,10 @@ class LearnedReward(OwnModelReward[_Loaded]):
             for row in zip(images or nothing, videos or nothing, audios or nothing, strict=True)
         ]
         rows = [
-            self._row(loaded, *given)
-            for given in while_wanted(zip(prompts, completions, shown, strict=True))
+            self._row(loaded, *each)
+            for each in until_timeout(zip(prompts, completions, shown, strict=True))
         ]
-        rows = sharing(rows, prompts, shown)
+        rows = share_media(rows, prompts, shown)
         limit = loaded.max_tokens
         long = [row is None or (limit is not None and len(row.input_ids) > limit) for row in rows]
         log_metric("learned/too_long", sum(long) / max(1, len(rows)))
@@ -493,25 +250,14 @@ class LearnedReward(OwnModelReward[_Loaded]):
             for index, row in enumerate(rows)
             if row is not None and row.input_ids and not long[index]
         }
-        # what goes through the model together: rows with one prompt, which is computed once, or
-        # rows of one length, which need no padding
         packed = packs(loaded.network.scorer.plain)
-        short = sorted(
-            scored,
-            key=lambda row: (scored[row].prompt if packed else 0, len(scored[row].input_ids)),
-        )
         scores: list[float | None] = [None] * len(rows)
         with looking_once(), in_place(loaded.network, loaded.device, offload=self._offload):
-            for start in while_wanted(range(0, len(short), self._batch_size)):
-                chosen = short[start : start + self._batch_size]
-                found = _score(loaded, [scored[row] for row in chosen])
-                for row, score in zip(chosen, found, strict=True):
-                    scores[row] = score
+            for indices in batches_of(scored, self._batch_size, packed=packed):
+                values = _score(loaded, [scored[index] for index in indices])
+                for index, score in zip(indices, values, strict=True):
+                    scores[index] = score
         return scores
-
-    @property
-    def _ends_text(self) -> bool:
-        return self._special_tokens == "with_eos"
 
     def _load(self) -> _Loaded:
         network = RewardNetwork.from_pretrained(
@@ -557,11 +303,11 @@ class LearnedReward(OwnModelReward[_Loaded]):
         chat = not isinstance(prompt, str)
         if loaded.processor is None and not isinstance(prompt, str):
             prompt = tuple(as_text(turn) for turn in prompt)
-        text = written(tokenizer, self._chat_template, prompt, completion, source=self._source)
+        text = full_text(tokenizer, self._chat_template, prompt, completion, source=self._source)
         if loaded.processor is None or not shown:
             marks = self._special_tokens
             return Row(text_ids(tokenizer, text, chat=chat, special_tokens=marks))
-        if not chat and self._ends_text:
+        if not chat and self._special_tokens == "with_eos":
             end_text = str(tokenizer.eos_token or "")
             text = text.removesuffix(end_text) + end_text
         complete = chat or self._special_tokens == "none"
@@ -575,15 +321,6 @@ class LearnedReward(OwnModelReward[_Loaded]):
             if error.reason == "too long":
                 return None
             raise RewardError(f"the reward model {self._source!r}: {error}") from error
-
-
-def _fingerprint(network: RewardNetwork, settings: str) -> str:
-    digest = hashlib.blake2b(settings.encode("utf-8", "surrogatepass"), digest_size=8)
-    for name, weight in sorted(network.state_dict().items()):
-        digest.update(
-            f"{name} {weight.dtype} {[*weight.shape]} {int(fingerprint(weight))}".encode()
-        )
-    return digest.hexdigest()
 
 
 @torch.inference_mode()
@@ -605,3 +342,280 @@ def _head_index(heads: Sequence[str], head: str | None, source: str) -> int:
             f"{', '.join(heads)})"
         )
     return list(heads).index(head)
+
+
+class Row(NamedTuple):
+    """One response with its prompt, as the reward model reads it."""
+
+    input_ids: Sequence[int]
+    media: Media | None = None
+    prompt: int = 0
+    """Equal for rows with the same prompt."""
+
+
+def share_media(
+    rows: Sequence[Row | None],
+    prompts: Sequence[Prompt],
+    shown: Sequence[MediaRefs] | None = None,
+) -> list[Row | None]:
+    """Give rows with the same objects the same `Media`, whose features are computed once."""
+    media: dict[tuple[int, ...], Media] = {}
+    numbers: dict[str, int] = {}
+    shared: list[Row | None] = []
+    shown = shown or [MediaRefs()] * len(rows)
+    for row, prompt, refs in zip(rows, prompts, shown, strict=True):
+        if row is not None:
+            text = prompt if isinstance(prompt, str) else repr(prompt)
+            row = row._replace(prompt=numbers.setdefault(text, len(numbers)))
+        if row is not None and row.media is not None:
+            key = tuple(map(id, refs.everything))
+            row = row._replace(media=media.setdefault(key, row.media))
+        shared.append(row)
+    return shared
+
+
+def text_without_marks(text: str, marks: Sequence[str]) -> str:
+    """Remove marks, also those that the removal of others leaves."""
+    pattern = re.compile("|".join(map(re.escape, marks)))
+    while (left := pattern.sub("", text)) != text:
+        text = left
+    return text
+
+
+def without_marks(completion: Completion, marks: Sequence[str]) -> Completion:
+    """Remove what the reward model would read as media: a policy can spell it by letters."""
+
+    def clean(value: Any) -> Any:
+        """Remove marks from all texts in a value of JSON, such as a turn with calls."""
+        if isinstance(value, str):
+            return text_without_marks(value, marks)
+        if isinstance(value, Mapping):
+            return {name: clean(entry) for name, entry in value.items()}
+        return [clean(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+    cleaned: Completion = clean(completion) if marks else completion
+    return cleaned
+
+
+def as_text(turn: Message) -> Message:
+    """Reduce content that comes in parts to its text, for a text model."""
+    content = turn.get("content")
+    return {**turn, "content": content_text(content)} if isinstance(content, list) else turn
+
+
+def encoded(tokenizer: PreTrainedTokenizerBase, text: str, *, specials: bool) -> list[int]:
+    """Tokenize a text; a beginning-of-sequence token is not doubled."""
+    reader = reader_of(tokenizer, text)
+    ids: list[int] = reader(text, add_special_tokens=specials, verbose=False)["input_ids"]
+    bos = tokenizer.bos_token_id
+    doubled = bos is not None and ids[:2] == [bos, bos]
+    return ids[1:] if doubled else ids
+
+
+def check_special_tokens(value: str) -> None:
+    """Refuse what is none of `SpecialTokens`.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if value not in (known := get_args(SpecialTokens)):
+        raise ValueError(f"special_tokens is {value!r}; it must be one of {', '.join(known)}")
+
+
+def text_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    *,
+    chat: bool,
+    special_tokens: SpecialTokens = "with_eos",
+) -> list[int]:
+    """Tokenize prompt and response; a chat gets its special tokens from its template.
+
+    Args:
+        tokenizer: The reward model's.
+        text: Of both.
+        chat: Whether a template has rendered it.
+        special_tokens: Of other text; the default is what ``RewardModel`` trains on.
+    """
+    ids = encoded(tokenizer, text, specials=not chat and special_tokens != "none")
+    end = tokenizer.eos_token_id
+    ended = chat or special_tokens != "with_eos" or end is None or ids[-1:] == [end]
+    return ids if ended else [*ids, end]
+
+
+def full_text(
+    tokenizer: PreTrainedTokenizerBase,
+    template: str | None,
+    prompt: Prompt,
+    completion: Completion,
+    *,
+    source: str,
+) -> str:
+    """Return prompt and response as one text; see `rendered`."""
+    if isinstance(prompt, str):
+        # a text with all inputs in between, as the policy has read it
+        return prompt + (completion if isinstance(completion, str) else completion_text(completion))
+    turns = (
+        [{"role": "assistant", "content": completion}]
+        if isinstance(completion, str)
+        else completion
+    )
+    return rendered(tokenizer, template, (*prompt, *turns), source=source)
+
+
+def padded(rows: Sequence[Row]) -> SequenceBatch:
+    """Pad at the right; the id does not matter, as the mask is False there."""
+    lengths = torch.tensor([len(row.input_ids) for row in rows])
+    input_ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row.input_ids) for row in rows], True)
+    mask = torch.arange(input_ids.shape[1]) < lengths[:, None]
+    return SequenceBatch(
+        input_ids=input_ids,
+        attention_mask=mask,
+        response_mask=mask,
+        media=tuple(row.media for row in rows),
+        group_ids=torch.tensor([row.prompt for row in rows]),
+    )
+
+
+def rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    template: str | None,
+    turns: Sequence[Message],
+    *,
+    source: str,
+    open_turn: bool = False,
+) -> str:
+    """Render a chat as the reward model reads it; special tokens in the content are split.
+
+    Calls become text if its template leaves them out.
+
+    Args:
+        tokenizer: The reward model's.
+        template: Jinja text; None: the tokenizer's.
+        turns: Of the chat.
+        source: The reward model, for messages.
+        open_turn: End where the assistant is to answer.
+
+    Raises:
+        RewardError: There is no template, or it refuses the turns.
+    """
+    if template is None and tokenizer.chat_template is None:
+        raise RewardError(f"the prompts are chats, and {no_template(tokenizer, source, open_turn)}")
+
+    def render(turns: Sequence[Message]) -> str:
+        try:
+            split = split_messages(tokenizer, turns, template)
+            text = tokenizer.apply_chat_template(
+                readable_messages(split, tokenizer.get_chat_template(template)),
+                chat_template=template,
+                tokenize=False,
+                add_generation_prompt=open_turn,
+            )
+        except TEMPLATE_ERRORS as error:
+            raise RewardError(
+                f"the chat template of {source!r} refuses the messages: {error}; give chat_template"
+            ) from error
+        return rejoined(str(text))
+
+    text = render(turns)
+    if any(turn.get("tool_calls") for turn in turns):
+        other = {"type": "function", "function": {"name": "LRLHF-CALL-5E1D", "arguments": {}}}
+        marked = [
+            {**turn, "tool_calls": [other]} if turn.get("tool_calls") else turn for turn in turns
+        ]
+        if render(marked) == text:
+            return render([_calls_as_text(turn) for turn in turns])
+    return text
+
+
+def _calls_as_text(turn: Message) -> Message:
+    """Put calls into the content, for templates without a form for them."""
+    texts = [content_text(turn.get("content"))]
+    for call in turn.get("tool_calls") or ():
+        function = call.get("function", call)
+        fields = {"name": function.get("name"), "arguments": function.get("arguments")}
+        text = json.dumps(fields, ensure_ascii=False, default=str)
+        texts.append(f"<tool_call>\n{text}\n</tool_call>")
+    return {**turn, "content": "\n".join(filter(None, texts))} if len(texts) > 1 else turn
+
+
+def no_template(tokenizer: PreTrainedTokenizerBase, source: str, open_turn: bool) -> str:
+    """Return the message that a tokenizer cannot render chats, with the option that helps."""
+    return (
+        f"the tokenizer of {source!r} has no chat template: give chat_template; for a model that "
+        f"was trained on plain texts chat_template: {plain_template(tokenizer, open_turn)!r}"
+    )
+
+
+def plain_template(tokenizer: PreTrainedTokenizerBase, open_turn: bool) -> str:
+    """Return the template that renders a chat as plain text is encoded: turn after turn.
+
+    It contains the special tokens around plain text, which a chat gets from its template.
+
+    Args:
+        tokenizer: The reward model's.
+        open_turn: The text goes on, so that nothing ends it.
+    """
+    bare, ids = (text_ids(tokenizer, "a", chat=chat) for chat in (True, False))
+    starts = [i for i in range(len(ids)) if ids[i : i + len(bare)] == bare]
+    start = starts[0] if starts else 0
+    before, after = ids[:start], ids[start + len(bare) :]
+    first, last = ("".join(tokenizer.convert_ids_to_tokens(part)) for part in (before, after))
+    turns = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    return f"{first}{turns}{'' if open_turn else last}"
+
+
+def token_limit(
+    max_tokens: int | None, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> int | None:
+    """Return how many tokens an input may have; None: no limit."""
+    limits = [max_tokens, context_of(config)]
+    if tokenizer.model_max_length < _NO_LIMIT:
+        limits.append(int(tokenizer.model_max_length))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def resolve_device(device: str) -> torch.device:
+    """Return a device by its name, ``auto`` being the process's current GPU, if any."""
+    if device != "auto":
+        return torch.device(device)
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+RowT = TypeVar("RowT", bound=Hashable)
+
+
+def batches_of(
+    rows: Mapping[RowT, Row], batch_size: int, *, packed: bool = False
+) -> Iterator[list[RowT]]:
+    """Yield the keys of rows that go through the model together, until the call times out.
+
+    Rows of like lengths need little padding; in a model that computes ``packed`` rows, those with
+    the same prompt, which is computed once.
+
+    Raises:
+        CallTimeoutError: See `until_timeout`.
+    """
+    order = sorted(
+        rows, key=lambda key: (rows[key].prompt if packed else 0, len(rows[key].input_ids))
+    )
+    for start in until_timeout(range(0, len(order), batch_size)):
+        yield order[start : start + batch_size]
+
+
+@contextlib.contextmanager
+def in_place(network: nn.Module, device: torch.device, *, offload: bool) -> Iterator[None]:
+    """Hold a network on its device inside the block, and with ``offload`` not longer."""
+    # threads do not inherit the process's current GPU
+    current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with current:
+        if not offload:
+            yield
+            return
+        network.to(device)
+        try:
+            yield
+        finally:
+            network.to("cpu")

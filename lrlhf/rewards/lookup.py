@@ -1,4 +1,4 @@
-"""From names in a configuration to reward functions, and what their signatures ask for."""
+"""From names in a configuration to reward functions, and the arguments that they take."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _BY_KEYWORD = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_K
 
 
 class BoundFunction(NamedTuple):
-    """A reward function under the name that its results have everywhere."""
+    """A reward function and the name of its results."""
 
     name: str
     function: Callable[..., Any]
@@ -82,10 +82,10 @@ def bind_functions(
     if not functions:
         raise ValueError("functions is empty: name at least one reward function")
     if isinstance(functions, Mapping):
-        bound = [BoundFunction(name, _find(given)) for name, given in functions.items()]
+        bound = [BoundFunction(name, _resolved(named)) for name, named in functions.items()]
     else:
-        found = [_find(given) for given in functions]
-        bound = [BoundFunction(default_name(function), function) for function in found]
+        resolved = map(_resolved, functions)
+        bound = [BoundFunction(_default_name(function), function) for function in resolved]
     counts = Counter(name for name, _ in bound)
     for name, function in bound:
         if counts[name] > 1:
@@ -99,7 +99,7 @@ def bind_functions(
     return bound
 
 
-def default_name(function: Callable[..., Any]) -> str:
+def _default_name(function: Callable[..., Any]) -> str:
     """Return a plain function's own name, or the class name in snake case."""
     function = unwrapped(function)
     if inspect.isroutine(function):
@@ -108,7 +108,7 @@ def default_name(function: Callable[..., Any]) -> str:
 
 
 def unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what a partial calls."""
+    """Return the function of a partial."""
     while isinstance(function, functools.partial):
         function = function.func
     return function
@@ -124,12 +124,13 @@ def chosen_arguments(
 
     Args:
         name: Of the function, for the errors.
-        signature: As the function is called.
-        available: What there is to give it.
+        signature: Of the function.
+        available: Arguments by name.
         filled: See `filled_by_python`.
 
     Raises:
-        RewardError: It needs an argument that is not available, or would get one that is filled.
+        RewardError: It requires an argument that is not available, or would get one that is
+            filled.
     """
     parameters = signature.parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
@@ -167,43 +168,38 @@ class ComparesAnswers(Protocol):
 
 @runtime_checkable
 class ReadsAnswer(Protocol):
-    """A reward function that tells what it takes for the answer in a response.
+    """A reward function that extracts the answer of a response.
 
-    One whose ``answer_of`` has an argument ``truncated`` as well is told there whether the response
-    was cut off.
+    An argument ``truncated`` of ``answer_of`` receives whether the response was cut off.
     """
 
     def answer_of(self, text: str) -> str | None:
-        """Return the answer in a form in which equal ones are the same text; None: there is none.
-
-        Args:
-            text: The response.
-        """
+        """Return the answer of a response, normalized to compare texts; None: there is none."""
         ...
 
 
 @runtime_checkable
 class SumsUpAnswers(Protocol):
-    """A reward function that says more of the responses of an evaluation than their mean value."""
+    """A reward function with metrics of an evaluation besides its mean value."""
 
     share_names: tuple[str, ...]
-    """What it says of them, such as ``accuracy``."""
+    """Of these metrics, such as ``accuracy``."""
 
     def observed(
         self, text: str, columns: Mapping[str, Any], *, truncated: bool, row: Hashable
     ) -> Any:
-        """Return what is kept of a response: little, and picklable.
+        """Return what the metrics need of a response: little, and picklable.
 
         Args:
             text: The response.
             columns: Of its row of the data.
             truncated: Whether it was cut off.
-            row: Tells its row from others, on all ranks.
+            row: Identifies its row, on all ranks.
         """
         ...
 
     def shares(self, observed: Sequence[Any]) -> Mapping[str, Outcomes]:
-        """Return what all responses of all ranks say, by name; what they leave open is left out."""
+        """Return the metrics over all responses of all ranks, by name, as far as they exist."""
         ...
 
 
@@ -216,59 +212,51 @@ def comparing(functions: Mapping[str, object]) -> list[str]:
     ]
 
 
-def judging_columns(functions: Iterable[Callable[..., Any]]) -> dict[str, str]:
-    """Return the data columns by which functions judge, and the heading of each in a table.
+def scoring_columns(functions: Iterable[Callable[..., Any]]) -> dict[str, str]:
+    """Return the data columns by which functions score, and the heading of each in a table.
 
-    One that a function compares responses with is headed "right answer".
+    The column of an option for right answers is headed "right answer"; otherwise it is the only
+    column that a signature names.
     """
-    found: dict[str, str] = {}
+    others = (*RESERVED, OTHER_REWARDS, *OF_EPISODES, *OF_RUNS)
+    headings: dict[str, str] = {}
     for function in functions:
-        for column, heading in judging_column(function).items():
-            if found.get(column, column) == column:
-                found[column] = heading
-    return found
-
-
-def judging_column(function: Callable[..., Any]) -> dict[str, str]:
-    """Return the data column by which a function judges responses, and what the column is called.
-
-    It is the one of its option, which holds right answers, or the only one that its signature
-    names, of which nothing else is known; empty: neither is there.
-    """
-    if isinstance(function, ComparesAnswers):
-        return {function.answer_column: "right answer"}
-    parameters = inspect.signature(function).parameters.values()
-    known = (*RESERVED, OTHER_REWARDS, *OF_EPISODES, *OF_RUNS)
-    named = [p.name for p in parameters if p.kind in _BY_KEYWORD and p.name not in known]
-    return {named[0]: named[0]} if len(named) == 1 else {}
+        if isinstance(function, ComparesAnswers):
+            headings[function.answer_column] = "right answer"
+            continue
+        parameters = inspect.signature(function).parameters.values()
+        named = [p.name for p in parameters if p.kind in _BY_KEYWORD and p.name not in others]
+        if len(named) == 1:
+            headings.setdefault(named[0], named[0])
+    return headings
 
 
 def filled_by_python(function: Callable[..., Any]) -> frozenset[str]:
-    """Return the arguments that are not the caller's: ``self``, and what a partial binds."""
+    """Return the arguments that no caller passes: ``self``, and those that a partial binds."""
     plain: Any = unwrapped(function)
     if not inspect.isroutine(plain):
         plain = type(plain).__call__
     plain = getattr(plain, "__func__", plain)
-    own, given = inspect.signature(plain).parameters, inspect.signature(function).parameters
-    return frozenset(own) - frozenset(given)
+    free = inspect.signature(function).parameters
+    return frozenset(inspect.signature(plain).parameters) - frozenset(free)
 
 
 def _required(parameters: Iterable[inspect.Parameter]) -> list[str]:
     return [p.name for p in parameters if p.kind in _BY_KEYWORD and p.default is p.empty]
 
 
-def _find(given: NamedFunction) -> Callable[..., Any]:
-    function: Any = given
-    if isinstance(given, str):
-        is_path = "." in given and all(map(str.isidentifier, given.split(".")))
-        if given not in BUILTINS and not is_path:
-            unknown = unknown_name("reward function", given, BUILTINS)
-            raise ValueError(f"{unknown}. If it names a model, {_for_model(given)}")
-        function = BUILTINS.get(given) or import_function("reward function", given, BUILTINS)
+def _resolved(named: NamedFunction) -> Callable[..., Any]:
+    function: Any = named
+    if isinstance(named, str):
+        is_path = "." in named and all(map(str.isidentifier, named.split(".")))
+        if named not in BUILTINS and not is_path:
+            unknown = unknown_name("reward function", named, BUILTINS)
+            raise ValueError(f"{unknown}. If it names a model, {_for_model(named)}")
+        function = BUILTINS.get(named) or import_function("reward function", named, BUILTINS)
     if isinstance(function, type):
         if needed := _required(inspect.signature(function).parameters.values()):
             raise ValueError(
-                f"reward function {str(given)!r} needs {', '.join(needed)}: write it as "
+                f"reward function {str(named)!r} needs {', '.join(needed)}: write it as "
                 f"`class_path: {function.__module__}.{function.__qualname__}` with `init_args`"
             )
         function = function()
@@ -279,7 +267,7 @@ def _find(given: NamedFunction) -> Callable[..., Any]:
         )
     if not callable(function):
         raise ValueError(
-            f"reward function {given!r} cannot be called; give a function, an object with "
+            f"reward function {named!r} cannot be called; give a function, an object with "
             "__call__, an import path, or class_path and init_args"
         )
     return function  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Rewards for the single steps of a response, from a process reward model."""
+"""Rewards for the steps of a response, from a process reward model (PRM)."""
 
 from __future__ import annotations
 
@@ -25,27 +25,29 @@ from lrlhf.models import (
 )
 from lrlhf.models.loading.pretrained import DType
 from lrlhf.models.sharding import device_of
-from lrlhf.rewards.dispatch import while_wanted
+from lrlhf.rewards.dispatch import until_timeout
 from lrlhf.rewards.function import (
     Completion,
     LogExtra,
     LogMetric,
     StepReward,
     StepValues,
+    check_positive,
     completion_segments,
 )
 from lrlhf.rewards.learned import (
+    OwnModelReward,
     Row,
     as_text,
+    batches_of,
     encoded,
     in_place,
     padded,
     rendered,
     resolve_device,
-    sharing,
+    share_media,
     token_limit,
 )
-from lrlhf.rewards.own_model import OwnModelReward
 from lrlhf.types import Prompt
 
 Aggregate = Literal["min", "product", "mean", "last", "sum"]
@@ -57,7 +59,7 @@ _RUNNING: Mapping[Aggregate, Callable[[np.ndarray[Any, Any]], np.ndarray[Any, An
     "last": lambda scores: scores,
     "sum": np.cumsum,
 }
-"""What the steps so far are worth, of which the last is the value of all."""
+"""Aggregates of the steps so far, of which the last is the value of the response."""
 
 
 class Piece(NamedTuple):
@@ -65,9 +67,9 @@ class Piece(NamedTuple):
 
     text: str
     end: int
-    """Characters of the response up to which it goes, the separator behind it included."""
+    """Where it ends in characters of the response, the separator behind it included."""
     sampled: bool
-    """Whether the policy wrote it, so that it is judged."""
+    """Whether the policy wrote it, so that it is scored."""
 
 
 class _Loaded(NamedTuple):
@@ -79,19 +81,19 @@ class _Loaded(NamedTuple):
 
 
 class ProcessReward(OwnModelReward[_Loaded]):
-    """The probability that each step of a response is correct, as a process reward model sees it.
+    """The probability of a process reward model that each step of a response is correct.
 
     The value of a response is an aggregate of its steps. What each step adds to the aggregate of
-    those before it is credited to the token that ends the step, by every algorithm that looks at
+    those before it is credited to the token that ends the step, by every algorithm with credit for
     turns (PPO with GAE, REINFORCE, ...) unless ``advantage.credit`` is ``response``. The parts add
     up to the value:
 
         value      R_n
         step k     R_k - R_(k-1), with R_0 = 0 and R_k the aggregate of steps 1 to k
 
-    with ``mean`` counting steps that are still to come as 0. What an environment or a tool said in
-    between is read as a step, and not judged. A response without a step is worth 0. The model is
-    frozen, and loaded at the first use. Responses that are too long for it get no value, and
+    with ``mean`` counting later steps as 0. Outputs of an environment or a tool in between are
+    read as steps, and not scored. A response without a step has the value 0. The model is frozen,
+    and loaded at the first use. Responses that are too long for it get no value, and
     ``rewards/process/too_long`` counts them; nothing is cut.
 
     Args:
@@ -100,12 +102,12 @@ class ProcessReward(OwnModelReward[_Loaded]):
             ``package:<module>[/<path>]``.
         aggregate: ``min``, ``product``, ``mean``, ``last`` or ``sum``, where step k adds just its
             own probability.
-        steps: ``separator``: what the policy writes is split at ``split_at``; ``turn``: each turn
-            of an episode is a step.
+        steps: ``separator``: the policy's text is split at ``split_at``; ``turn``: each turn of an
+            episode is a step.
         split_at: Text that ends a step in the policy's responses; null: the step separator of the
             model.
-        step_separator: Text that the model was trained to see behind a step; null: what its config
-            says, or a newline.
+        step_separator: Text behind a step in the model's training; null: that of its config, or a
+            newline.
         tokenizer: Source of the tokenizer; null: the model's.
         chat_template: Jinja text for prompts that are chats; null: the tokenizer's.
         batch_size: Responses that are scored at once.
@@ -149,25 +151,18 @@ class ProcessReward(OwnModelReward[_Loaded]):
             raise ValueError(f"steps is {steps!r}; it must be separator or turn")
         if "" in (split_at, step_separator):
             raise ValueError("split_at and step_separator must be text, or null")
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}; it must be 1 or more")
-        if max_tokens is not None and max_tokens < 1:
-            raise ValueError(f"max_tokens is {max_tokens}; it must be 1 or more, or null")
-        self._source = source
-        self._aggregate, self._steps, self._split_at = aggregate, steps, split_at
-        self._separator = step_separator
-        self._tokenizer = tokenizer
-        self._chat_template = chat_template
-        self._batch_size = batch_size
-        self._max_tokens = max_tokens
-        self._device = device
+        check_positive(batch_size=batch_size, max_tokens=max_tokens)
+        self._source, self._aggregate, self._steps = source, aggregate, steps
+        self._split_at, self._separator = split_at, step_separator
+        self._tokenizer, self._chat_template = tokenizer, chat_template
+        self._batch_size, self._max_tokens = batch_size, max_tokens
+        self._device, self._offload = device, offload
         self._spec = StepModel(
             source=source,
             dtype=dtype,
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
         )
-        self._offload = offload
         self._start_afresh()
 
     @classmethod
@@ -194,25 +189,28 @@ class ProcessReward(OwnModelReward[_Loaded]):
         split_at = None
         if self._steps == "separator":
             split_at = self._split_at or self._ready().separator
-        pieces = [split_steps(one, split_at) for one in completions]
-        judged = self.judge(prompts, [[one.text for one in own] for own in pieces])
-        scored = [_own_steps(*row) for row in zip(pieces, judged, strict=True)]
-        known = [own for own in scored if own is not None]
-        log_metric("process/too_long", 1 - len(known) / max(1, len(scored)))
+        pieces = [split_steps(completion, split_at) for completion in completions]
+        probabilities = self.judge(prompts, [[piece.text for piece in own] for own in pieces])
+        # of the steps that the policy wrote; None: the response is too long
+        scores: list[list[float] | None] = []
+        steps: list[list[StepReward]] = []
+        for own, values in zip(pieces, probabilities, strict=True):
+            pairs = zip(own, values or [], strict=values is not None)
+            sampled = [(piece.end, value) for piece, value in pairs if piece.sampled]
+            scores.append(None if values is None else [value for _, value in sampled])
+            running = _RUNNING[self._aggregate](np.array([value for _, value in sampled]))
+            added = np.diff(running, prepend=0.0).tolist()
+            ends = [end for end, _ in sampled]
+            steps.append([*map(StepReward, ends, added)])
+        known = [own for own in scores if own is not None]
+        log_metric("process/too_long", 1 - len(known) / max(1, len(scores)))
         log_metric("process/steps", sum(map(len, known)) / max(1, len(known)))
-        log_extra("step_scores", [own and [score for _, score in own] for own in scored])
-        steps = [self._credited(own or []) for own in scored]
-        values = [
+        log_extra("step_scores", scores)
+        totals = [
             None if own is None else math.fsum(step.value for step in credited)
-            for own, credited in zip(scored, steps, strict=True)
+            for own, credited in zip(scores, steps, strict=True)
         ]
-        return StepValues(values, steps)
-
-    def _credited(self, steps: Sequence[tuple[int, float]]) -> list[StepReward]:
-        """Return what each step adds to the aggregate of those before it."""
-        running = _RUNNING[self._aggregate](np.array([score for _, score in steps]))
-        added = np.diff(running, prepend=0.0).tolist()
-        return [StepReward(end, value) for (end, _), value in zip(steps, added, strict=True)]
+        return StepValues(totals, steps)
 
     def judge(
         self, prompts: Sequence[Prompt], answers: Sequence[Sequence[str]]
@@ -226,40 +224,34 @@ class ProcessReward(OwnModelReward[_Loaded]):
         loaded = self._ready()
         separator = encoded(loaded.tokenizer, loaded.separator, specials=False)
         joined = []
-        for prompt, steps in while_wanted(zip(prompts, answers, strict=True)):
+        for prompt, steps in until_timeout(zip(prompts, answers, strict=True)):
             if not isinstance(prompt, str):  # as StepwiseDataModule does
                 steps = split_text(loaded.tokenizer, list(steps))
             own = [encoded(loaded.tokenizer, step, specials=False) for step in steps]
             joined.append(joined_steps(self._prompt_ids(loaded, prompt), own, separator))
-        rows = sharing([Row(one.input_ids) for one in joined], prompts)
+        rows = share_media([Row(each.input_ids) for each in joined], prompts)
         limit = loaded.max_tokens
-        found: list[list[float] | None] = [
-            None if limit is not None and len(one.input_ids) > limit else [] for one in joined
+        results: list[list[float] | None] = [
+            None if limit is not None and len(each.input_ids) > limit else [] for each in joined
         ]
-        usable = {
-            index: (row, joined[index].ends)
+        scored = {
+            index: row
             for index, row in enumerate(rows)
-            if row is not None and joined[index].ends and found[index] is not None
+            if row is not None and joined[index].ends and results[index] is not None
         }
-        # as in LearnedReward: rows with one prompt, which is computed once, or rows of one length
         packed = packs(plain_model(loaded.model))
-        order = sorted(
-            usable,
-            key=lambda i: (usable[i][0].prompt if packed else 0, len(usable[i][0].input_ids)),
-        )
         with in_place(loaded.model, loaded.device, offload=self._offload):
-            for start in while_wanted(range(0, len(order), self._batch_size)):
-                chosen = order[start : start + self._batch_size]
-                scores = _probabilities(loaded, [usable[index] for index in chosen])
-                for index, own_scores in zip(chosen, scores, strict=True):
-                    found[index] = own_scores
-        return found
+            for indices in batches_of(scored, self._batch_size, packed=packed):
+                batch = [(scored[index], joined[index].ends) for index in indices]
+                for index, values in zip(indices, _probabilities(loaded, batch), strict=True):
+                    results[index] = values
+        return results
 
     def _prompt_ids(self, loaded: _Loaded, prompt: Prompt) -> list[int]:
         tokenizer = loaded.tokenizer
         if isinstance(prompt, str):
             ids = encoded(tokenizer, prompt, specials=True)
-            # what some tokenizers put behind every text; this one goes on
+            # which some tokenizers put behind every text; this one goes on
             return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids
         turns = [as_text(turn) for turn in prompt]
         text = rendered(tokenizer, self._chat_template, turns, source=self._source, open_turn=True)
@@ -291,40 +283,26 @@ def split_steps(completion: Completion, split_at: str | None) -> list[Piece]:
     """Cut a response into its steps.
 
     Args:
-        completion: What the policy wrote is cut, and what it was given in between is a piece each.
-        split_at: Text behind a step; None: a step is all that the policy writes in one go.
+        completion: The policy's text is cut, and inputs in between are a piece each.
+        split_at: Text behind a step; None: a step is a complete segment of the policy.
 
     Returns:
-        Pieces without the space around them; those with nothing in them belong to what is before.
+        Pieces without the space around them; empty ones are joined with the piece before.
     """
     pieces: list[Piece] = []
     offset = 0
     for segment in completion_segments(completion):
         first = len(pieces)
-        whole = split_at is None or not segment.sampled
-        for part in [segment.text] if whole else _parts(segment.text, str(split_at)):
-            offset += len(part)
-            text = (part if whole else part.removesuffix(str(split_at))).strip()
-            if text:
+        parts, separator = [segment.text], ""
+        if split_at is not None and segment.sampled:
+            parts, separator = segment.text.split(split_at), split_at
+        for number, part in enumerate(parts, 1):
+            offset += len(part) + (len(separator) if number < len(parts) else 0)
+            if text := part.strip():
                 pieces.append(Piece(text, offset, segment.sampled))
             elif len(pieces) > first:
                 pieces[-1] = pieces[-1]._replace(end=offset)
     return pieces
-
-
-def _parts(text: str, split_at: str) -> list[str]:
-    """Split a text behind every separator."""
-    *ended, rest = text.split(split_at)
-    return [*(part + split_at for part in ended), rest]
-
-
-def _own_steps(
-    pieces: Sequence[Piece], scores: Sequence[float] | None
-) -> list[tuple[int, float]] | None:
-    """Return end and score of the steps that the policy wrote; None: there are no scores."""
-    if scores is None:
-        return None
-    return [(one.end, score) for one, score in zip(pieces, scores, strict=True) if one.sampled]
 
 
 @torch.inference_mode()

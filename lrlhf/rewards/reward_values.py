@@ -1,7 +1,8 @@
-"""What a reward function returns and logs, checked before anything is made of it."""
+"""Values and logs of reward functions: how they are checked, weighed and added up."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import numbers
 import threading
@@ -27,18 +28,18 @@ class CheckedValues(NamedTuple):
     declined: list[bool]
     """Where the function returned None."""
     bad: int
-    """How many values were no finite numbers, and not None."""
+    """Number of values that were no finite numbers, and not None."""
     malformed: str
     """Which values were no finite numbers; empty: none."""
 
 
 def check_values(returned: Any, *, function: str, rows: Sequence[int]) -> CheckedValues:
-    """Read what a reward function returned.
+    """Read the values that a reward function returned.
 
     Args:
         returned: A list, tuple, or one-dimensional tensor or array of numbers and None.
         function: Name for the errors.
-        rows: Positions in the batch of the responses that it was given, for the errors.
+        rows: Indices in the batch of the responses that it scored, for the errors.
 
     Returns:
         NaN for None, and for what is no finite number, which is reported as malformed unless it is
@@ -67,72 +68,66 @@ def check_values(returned: Any, *, function: str, rows: Sequence[int]) -> Checke
             f"returned {len(bad)} of {len(entries)} values that are no finite float32 number, the "
             f"first at position {rows[bad[0]]}: {shorten(first)} ({type(first).__name__})"
         )
-    numbers_found = [math.nan if value is None else value for value in values]
-    return CheckedValues(numbers_found, declined, len(bad), malformed)
+    checked = [math.nan if value is None else value for value in values]
+    return CheckedValues(checked, declined, len(bad), malformed)
 
 
 def _entries(returned: Any, function: str, count: int) -> Sequence[Any]:
     if isinstance(returned, Tensor | np.ndarray):
         if returned.ndim == 1 and not _without_values(returned):
             return returned.tolist()
-        found = f"{type(returned).__name__} of shape {tuple(returned.shape)}"
+        description = f"{type(returned).__name__} of shape {tuple(returned.shape)}"
     elif isinstance(returned, Sequence) and not isinstance(returned, str | bytes):
         return returned
     else:
-        found = f"{type(returned).__name__} {shorten(returned)}"
+        description = f"{type(returned).__name__} {shorten(returned)}"
     raise RewardError(
-        f"reward function {function!r} returned {found}, not a list of {count} numbers; return "
-        "one number or None per response, in their order"
+        f"reward function {function!r} returned {description}, not a list of {count} numbers; "
+        "return one number or None per response, in their order"
     )
 
 
 class Returned(NamedTuple):
-    """What a function returned for the responses that it was asked about."""
+    """The values that a function returned for the responses of ``rows``."""
 
     column: int
     function: str
     rows: Sequence[int]
-    """The responses."""
     values: Any
 
 
 def weighted_steps(
     returned: Sequence[Returned], weights: Float[Tensor, "B K"]
 ) -> tuple[tuple[StepReward, ...], ...]:
-    """Weigh what single steps of each response add as its score is weighed.
+    """Weigh the contributions of the steps of each response as its score is weighed.
 
     Args:
-        returned: What is no `StepValues` has no steps.
+        returned: Values that are no `StepValues` have no steps.
         weights: Of each function for each response.
 
     Raises:
         RewardError: A function gave no list of steps for a response, or no finite reward.
     """
-    found: list[list[StepReward]] = [[] for _ in weights]
+    weighted: list[list[StepReward]] = [[] for _ in weights]
     for column, function, rows, values in returned:
         if not isinstance(values, StepValues):
             continue
-        _check_steps(values, function)
+        if len(values.steps) != len(values):
+            raise RewardError(
+                f"reward function {function!r} returned the steps of {len(values.steps)} "
+                f"responses and {len(values)} values; return both for every response"
+            )
+        for step in itertools.chain.from_iterable(values.steps):
+            if finite_number(step.value) is None:
+                raise RewardError(
+                    f"reward function {function!r} gave {shorten(step.value)} for the step that "
+                    f"ends after {step.end} characters; give a finite number"
+                )
         for row, value, steps in zip(rows, values, values.steps, strict=True):
             weight = float(weights[row, column])
-            own = steps if value is not None and weight else ()
-            found[row] += [one._replace(value=weight * one.value) for one in own]
-    return tuple(map(tuple, found))
-
-
-def _check_steps(returned: StepValues, function: str) -> None:
-    if len(returned.steps) != len(returned):
-        raise RewardError(
-            f"reward function {function!r} returned the steps of {len(returned.steps)} responses "
-            f"and {len(returned)} values; return both for every response"
-        )
-    for steps in returned.steps:
-        bad = next((one for one in steps if finite_number(one.value) is None), None)
-        if bad is not None:
-            raise RewardError(
-                f"reward function {function!r} gave {shorten(bad.value)} for the step that ends "
-                f"after {bad.end} characters; give a finite number"
-            )
+            if value is not None and weight:
+                weighted[row] += [step._replace(value=weight * step.value) for step in steps]
+    return tuple(map(tuple, weighted))
 
 
 def finite_number(value: Any) -> float | None:
@@ -172,12 +167,12 @@ class Logged(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardResult:
-    """Scores of a batch of responses, and where they come from."""
+    """Scores of a batch of responses, and their parts."""
 
     scores: Float[Tensor, " B"]
     """Weighted sum of what the functions returned; NaN: a part of it is missing."""
     per_function: Float[Tensor, "B K"]
-    """What each function returned, unweighted; NaN: nothing."""
+    """Values of each function, unweighted; NaN: none."""
     names: tuple[str, ...]
     """Names of the functions, one per column of ``per_function``."""
     metrics: dict[str, float]
@@ -187,16 +182,16 @@ class RewardResult:
     failures: list[str]
     """What went wrong in this batch, tracebacks included; begins with the function's name."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """That each function took for the batch, side by side with the others; NaN where it failed."""
+    """Of each function for the batch, concurrently with the others; NaN where it failed."""
     weights: Float[Tensor, "B K"] | None = None
-    """What the score multiplies the values with; NaN: the function was not asked; None: unknown."""
+    """Of the values in the score; NaN: the function was not called; None: unknown."""
     turn_weights: Float[Tensor, " B"] | None = None
-    """What the score multiplies the rewards of single turns with; None: unknown."""
+    """Of the rewards of single turns in the score; None: unknown."""
     step_rewards: tuple[tuple[StepReward, ...], ...] | None = None
-    """What single steps of each response add to its score; None: no function looks at steps."""
+    """Contributions of single steps to each score; None: no function has steps."""
 
     def with_metrics(self, other: RewardResult) -> RewardResult:
-        """Return the same scores, with the values of further functions beside them."""
+        """Return the same scores, with the values of further functions that do not count."""
         unweighted = torch.zeros_like(other.per_function, dtype=torch.float64)
         return replace(
             self,
@@ -215,7 +210,7 @@ class Journal:
     A function that timed out may go on for minutes; what it logs then is dropped.
 
     Args:
-        count: How many responses the function was given.
+        count: Responses that the function scores.
     """
 
     def __init__(self, count: int) -> None:
@@ -225,7 +220,7 @@ class Journal:
         self._logged = Logged({}, {})
 
     def log_metric(self, name: str, value: float) -> None:
-        """Log a number; logged again under the same name in one call, the mean counts.
+        """Log a number; of several under the same name in one call, the mean counts.
 
         Raises:
             ValueError: It is no finite number.
@@ -270,11 +265,11 @@ class Weights:
 
     names: Sequence[str]
     by_label: Mapping[str, Sequence[float]]
-    """One per function; NaN: it is not asked about this label's responses."""
+    """One per function; NaN: it does not score this label's responses."""
     label_column: str | None
 
     def rows(self, columns: Sequence[Mapping[str, object]]) -> Float[Tensor, "B K"]:
-        """Return the weight of every function for every response; NaN: not asked.
+        """Return the weight of every function for every response; NaN: it is not called.
 
         Args:
             columns: The data columns of each response.
@@ -282,19 +277,19 @@ class Weights:
         Raises:
             RewardError: A response has no label or one that is not in the recipe.
         """
-        table = [self._weights_of(row, values) for row, values in enumerate(columns)]
+        table = [self._row(row, values) for row, values in enumerate(columns)]
         return torch.tensor(table, dtype=torch.float64).view(len(columns), len(self.names))
 
     @property
     def of_all(self) -> list[str]:
-        """The functions that are asked about every response, whatever its label."""
+        """The functions that score every response, whatever its label."""
         return [
             name
             for name, *own in zip(self.names, *self.by_label.values(), strict=True)
             if all(map(math.isfinite, own))
         ]
 
-    def _weights_of(self, row: int, values: Mapping[str, object]) -> Sequence[float]:
+    def _row(self, row: int, values: Mapping[str, object]) -> Sequence[float]:
         if self.label_column is None:
             return self.by_label[""]
         if self.label_column not in values:
@@ -302,7 +297,7 @@ class Weights:
                 f"response {row} has no column {self.label_column!r}"
                 f"{did_you_mean(self.label_column, values)} (columns: "
                 f"{', '.join(sorted(values)) or 'none'}); set label_column to the column that "
-                "says which entry of the recipe applies"
+                "holds the label of the recipe"
             )
         label = str(values[self.label_column])
         if label not in self.by_label:
@@ -326,8 +321,7 @@ def same_weights(
         weights = [1.0] * len(names)
     if isinstance(weights, Mapping):
         check_known(weights, names, "weights")
-        missing = [name for name in names if name not in weights]
-        if missing:
+        if missing := [name for name in names if name not in weights]:
             raise ValueError(f"weights lacks {', '.join(map(repr, missing))}; 0 only logs a reward")
         weights = [weights[name] for name in names]
     if len(weights) != len(names):
@@ -368,7 +362,7 @@ class Score(NamedTuple):
     sums: Float[Tensor, " B"]
     """NaN: a value is missing, or nothing counts."""
     inapplicable: Bool[Tensor, " B"]
-    """Every function that was asked about the response declined, and none failed."""
+    """Every function that was called for the response declined, and none failed."""
     mixed: Bool[Tensor, "B K"]
     """A function declined some responses of the group and scored others."""
 
@@ -381,7 +375,7 @@ def weighted_sum(
     declined: Bool[Tensor, "B K"],
     groups: Int[Tensor, " B"],
 ) -> Score:
-    """Add up what counts, per response.
+    """Add up the weighted values of each response.
 
     A function that declines all responses to a prompt does not apply to it, and the others decide.
     Otherwise a sum without one of its parts cannot be compared with those of the same prompt:
@@ -391,10 +385,10 @@ def weighted_sum(
 
     Args:
         per_function: Values, NaN where a function has none.
-        weights: NaN where a function was not asked; a weight of 0 only logs.
-        optional: The functions whose value may be missing, so that the others' count alone.
-        declined: Where a function says that it does not apply.
-        groups: Numbers of the prompts that the responses belong to, from 0.
+        weights: NaN where a function was not called; a weight of 0 only logs.
+        optional: The functions whose value may be missing, so that the others count alone.
+        declined: Where a function does not apply.
+        groups: Index of the prompt of each response, from 0.
 
     Returns:
         Float32 sums, NaN where there is none.
@@ -405,7 +399,14 @@ def weighted_sum(
     wanted = weights.isfinite() & (weights != 0)
     counts = per_function.isfinite() & wanted
     silent = declined & wanted
-    mixed = _in_group(counts, groups) & _in_group(silent, groups) & ~optional
+
+    def in_group(flags: Bool[Tensor, "B K"]) -> Bool[Tensor, "B K"]:
+        """Return for each response whether a flag is set for any response of its group."""
+        number = int(groups.max()) + 1 if len(groups) else 0
+        sums = torch.zeros(number, flags.shape[1]).index_add(0, groups, flags.float())
+        return sums[groups] > 0
+
+    mixed = in_group(counts) & in_group(silent) & ~optional
     terms = torch.where(counts, per_function.double() * weights, 0.0)
     scores = terms.sum(dim=1).float()
     if scores.isinf().any():
@@ -420,30 +421,23 @@ def weighted_sum(
     return Score(sums, inapplicable, mixed)
 
 
-def _in_group(found: Bool[Tensor, "B K"], groups: Int[Tensor, " B"]) -> Bool[Tensor, "B K"]:
-    """Return what is true of any response of each one's group."""
-    number = int(groups.max()) + 1 if len(groups) else 0
-    sums = torch.zeros(number, found.shape[1]).index_add(0, groups, found.float())
-    return sums[groups] > 0
-
-
-def check_known(given: Iterable[str], names: Sequence[str], where: str) -> None:
+def check_known(chosen: Iterable[str], names: Sequence[str], option: str) -> None:
     """Refuse names that are none of a reward function.
 
     Raises:
-        ValueError: There is one; begins with ``where`` it stands.
+        ValueError: There is one; begins with the option.
     """
-    for name in given:
+    for name in chosen:
         if name not in names:
             raise ValueError(
-                f"{where}: there is no reward {name!r}{did_you_mean(name, names)} (rewards: "
+                f"{option}: there is no reward {name!r}{did_you_mean(name, names)} (rewards: "
                 f"{', '.join(names)})"
             )
 
 
-def _check_numbers(weights: Mapping[str, float], where: str) -> None:
+def _check_numbers(weights: Mapping[str, float], option: str) -> None:
     for name, weight in weights.items():
         if not math.isfinite(weight):
-            raise ValueError(f"{where}: the weight of {name!r} is {weight}; it must be finite")
+            raise ValueError(f"{option}: the weight of {name!r} is {weight}; it must be finite")
     if all(weight == 0 for weight in weights.values()):
-        raise ValueError(f"{where}: every weight is 0, so that nothing would be scored")
+        raise ValueError(f"{option}: every weight is 0, so that nothing would be scored")

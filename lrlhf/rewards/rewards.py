@@ -1,12 +1,19 @@
-"""The reward functions of a run, and how they become one score per response."""
+"""The reward functions of a run, and how they become one score per response.
+
+`Rewards.score` calls the functions, in waves if some of them read the values of others, reads what
+they return, adds it up, and raises where too many responses have no score. `NoRewards` takes its
+place where a run has no reward function.
+"""
 
 from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import math
+import traceback
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, Literal, NamedTuple, cast
 
@@ -16,7 +23,6 @@ from torch import Tensor
 
 from lrlhf.arguments import KeepsArguments
 from lrlhf.rewards.dispatch import Call, Dispatcher, Outcome
-from lrlhf.rewards.failures import MAX_UNSCORABLE_FRACTION, Failures, check_quota, explain
 from lrlhf.rewards.function import (
     OTHER_REWARDS,
     Completion,
@@ -25,9 +31,8 @@ from lrlhf.rewards.function import (
     PartialValues,
     RewardError,
     RewardFunction,
-    StepReward,
     did_you_mean,
-    first_of,
+    first_failure,
     with_segments,
 )
 from lrlhf.rewards.lookup import (
@@ -36,7 +41,7 @@ from lrlhf.rewards.lookup import (
     bind_functions,
     chosen_arguments,
     filled_by_python,
-    judging_columns,
+    scoring_columns,
     unwrapped,
 )
 from lrlhf.rewards.reward_values import (
@@ -54,158 +59,33 @@ from lrlhf.rewards.reward_values import (
 )
 from lrlhf.types import Prompt
 
+logger = logging.getLogger(__name__)
 
-def metric_prefixes(functions: Sequence[BoundFunction]) -> dict[str, str]:
-    """Return what is put before the names of the metrics of each function, often nothing.
-
-    It depends on the functions alone and not on what they log: which of them answer differs between
-    batches and processes, and a name must not change its owner there.
-
-    Args:
-        functions: All that log together.
-
-    Returns:
-        The function's name where another one may log the same: both are of one class, or both are
-        the user's own and take ``log_metric``.
-    """
-    logging = [one for one in functions if _can_log(one.function)]
-    shared = {
-        one.name
-        for one in logging
-        for other in logging
-        if one is not other and _log_alike(one.function, other.function)
-    }
-    return {name: f"{name}/" if name in shared else "" for name, _ in functions}
-
-
-def _can_log(function: Callable[..., Any]) -> bool:
-    parameters = inspect.signature(function).parameters
-    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
-    return takes_all or "log_metric" in parameters
-
-
-def _log_alike(one: Callable[..., Any], other: Callable[..., Any]) -> bool:
-    one, other = unwrapped(one), unwrapped(other)
-    if isinstance(one, type(other)) or isinstance(other, type(one)):
-        return True
-    return _is_own(one) and _is_own(other)
-
-
-def _is_own(function: Callable[..., Any]) -> bool:
-    """Whether a function is the user's or calls one: nobody knows what such ones log."""
-    if isinstance(function, RewardFunction) and function.forwards_columns:
-        return True
-    return not type(function).__module__.startswith("lrlhf.")
-
-
-Inputs = Mapping[str, Sequence[str]]
-"""Reward name -> names of the rewards whose values it is given."""
-
-
-class OtherRewards(dict[str, list[float | None]]):
-    """What a function is given of other rewards: one value per response under each name."""
-
-    def __missing__(self, name: str) -> list[float | None]:
-        raise RewardError(
-            f"it asks for the values of {name!r}{did_you_mean(name, self)}, and is given those of "
-            f"{', '.join(self) or 'no other reward'}: list that function before it, or name it in "
-            "inputs"
-        )
-
-    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
-        return dict, ({**self},)  # other processes need not have this library
-
-
-def complete_inputs(
-    functions: Sequence[BoundFunction], given: Mapping[str, Sequence[str]]
-) -> dict[str, tuple[str, ...]]:
-    """Return for each function that sees others which ones it sees.
-
-    Args:
-        functions: In the order of the configuration.
-        given: What the user has chosen; who asks by its signature and is not among them sees all
-            that stand before it.
-
-    Raises:
-        ValueError: A name is unknown, a chosen function takes no values of others, or one that
-            needs them has none before it.
-    """
-    names = [name for name, _ in functions]
-    check_known(given, names, "inputs")
-    found: dict[str, tuple[str, ...]] = {}
-    for place, (name, function) in enumerate(functions):
-        parameters = inspect.signature(function).parameters
-        asks = parameters.get(OTHER_REWARDS)
-        if name in given:
-            check_known(given[name], names, f"inputs[{name!r}]")
-            takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-            # with a class of rewards that only says that it leaves the rest alone
-            uses_all = not isinstance(function, RewardFunction) or function.forwards_columns
-            if asks is None and not (takes_all and uses_all):
-                raise ValueError(
-                    f"inputs[{name!r}]: the function has no argument {OTHER_REWARDS!r} that could "
-                    "take the values of other rewards: add it, or drop the entry"
-                )
-            found[name] = tuple(given[name])
-        elif asks is not None and place:
-            found[name] = tuple(names[:place])
-        elif asks is not None and asks.default is asks.empty:
-            raise ValueError(
-                f"reward function {name!r} takes {OTHER_REWARDS!r}, the values of the functions "
-                "before it, and it is the first: list it after them, or name them in inputs (a "
-                "data column of that name needs another one)"
-            )
-    return found
-
-
-def in_waves(names: Sequence[str], inputs: Inputs) -> list[list[int]]:
-    """Order the functions: each wave can be asked at once, after those before it.
-
-    Returns:
-        Positions in ``names``, ascending in each wave.
-
-    Raises:
-        ValueError: Some would have to wait for each other.
-    """
-    sorter = TopologicalSorter({name: inputs.get(name, ()) for name in names})
-    try:
-        sorter.prepare()
-    except CycleError as error:
-        circle = " -> ".join(map(repr, error.args[1]))
-        raise ValueError(
-            f"inputs go in a circle: {circle}; none of these rewards can be computed before the "
-            "others, so take one of the names out"
-        ) from None
-    waves = []
-    while sorter.is_active():
-        ready = sorter.get_ready()
-        sorter.done(*ready)
-        waves.append(sorted(names.index(name) for name in ready))
-    return waves
-
-
+_MAX_LOGGED = 50
+_FORGIVEN = 0.1
+"""Subtracted from the count by a batch without failure, so that a long run may have accidents."""
 _TIMEOUT_S = 1800.0
-"""For functions that may hang; far more than work takes."""
+"""For functions that may hang; far longer than their work."""
 _NONE_APPLIES = "all of them"
 """Counts as a function that fails where no function applies to a batch."""
 
 
-class _Asked(NamedTuple):
-    """A function, the rows it is asked about, and what it logs."""
+class _Task(NamedTuple):
+    """A function, the rows that it scores, and what it logs."""
 
     bound: BoundFunction
     rows: list[int]
     journal: Journal
 
 
-class _Answer(NamedTuple):
-    """What came of asking a function."""
+class _Result(NamedTuple):
+    """The values of a function."""
 
-    asked: _Asked
+    task: _Task
     values: list[float]
-    """One per row that it was asked about; NaN: none."""
+    """One per row of the task; NaN: none."""
     declined: list[bool]
-    """Of each row, whether the function says that it does not apply."""
+    """Of each row, whether the function does not apply."""
     failure: str
     logged: Logged
     outcome: Outcome
@@ -219,9 +99,9 @@ class Rewards(KeepsArguments):
     where every function does so, the prompt is left out and counted. A function that returns None
     for some of them and numbers for others leaves the whole group without scores, as their sums
     could not be compared. One that raises, runs out of time or returns no number leaves its
-    responses without a score, and is reported. In both cases those that are ``optional`` are
-    not missed: the others count alone. Functions with weight 0, and those that the recipe does not
-    ask, are never missed.
+    responses without a score, and is reported. In both cases the values of ``optional`` functions
+    may be missing: the others count alone. So may those of functions with weight 0, and of
+    functions that the recipe does not call.
 
     Args:
         functions: List of reward functions: an import path (``my_rewards.brevity``), the short
@@ -236,13 +116,13 @@ class Rewards(KeepsArguments):
         max_failures: Stop if a function fails in so many batches of the run, where a batch that
             fails in part counts as that part, and ten without failure make up for one; null:
             never. A resumed run counts anew.
-        recipe: Weights by label instead of ``weights``: label, reward name, weight. A function is
-            asked only about the responses whose label gives it a weight.
+        recipe: Weights by label instead of ``weights``: label, reward name, weight. A function
+            scores only the responses whose label gives it a weight.
         label_column: Data column that holds the label for ``recipe``.
         optional: Names of functions that may have no value for a response.
         inputs: For functions with an argument ``rewards``: the names of the rewards whose values
-            they are given in it, as a mapping from name to a list with one value per response, or
-            None. Those that are not listed here get the values of all functions before them.
+            it has, as a mapping from name to a list with one value per response, or None. Those
+            that are not listed here get the values of all functions before them.
 
     Raises:
         ValueError: The functions, names, weights or recipe do not fit together.
@@ -253,7 +133,7 @@ class Rewards(KeepsArguments):
         functions: list[NamedFunction] | dict[str, NamedFunction],
         weights: list[float] | dict[str, float] | None = None,
         timeout: float | Literal["auto"] | None = "auto",
-        max_unscorable_fraction: float = MAX_UNSCORABLE_FRACTION,
+        max_unscorable_fraction: float = 0.1,
         recipe: dict[str, dict[str, float]] | None = None,
         label_column: str = "label",
         max_failures: int | None = 10,
@@ -281,7 +161,7 @@ class Rewards(KeepsArguments):
         self._of_turns = torch.tensor(
             [getattr(function, "sums_turns", False) for _, function in self._functions]
         )
-        self._looks_at_steps = any(
+        self._has_steps = any(
             getattr(function, "gives_steps", False) for _, function in self._functions
         )
         self._optional = torch.tensor([name in (optional or []) for name in self.names])
@@ -297,13 +177,13 @@ class Rewards(KeepsArguments):
 
     @property
     def asked_of_all(self) -> list[str]:
-        """The functions that no label of the recipe leaves out."""
+        """The functions that score responses of every label of the recipe."""
         return self._weights.of_all
 
     @property
     def answer_columns(self) -> dict[str, str]:
-        """See `judging_columns`."""
-        return judging_columns(function for _, function in self._functions)
+        """See `scoring_columns`."""
+        return scoring_columns(function for _, function in self._functions)
 
     def asking_for(self, argument: str) -> list[str]:
         """Return the functions whose signature names an argument."""
@@ -316,7 +196,7 @@ class Rewards(KeepsArguments):
     def prepare(self) -> None:
         """Load what the functions need, so that it does not count as their time.
 
-        :meth:`score` does so itself; call it earlier to fail before anything was generated.
+        :meth:`score` does so itself; call it earlier to fail before anything is generated.
         """
         for _, function in self._functions:
             if isinstance(function, RewardFunction):
@@ -329,10 +209,10 @@ class Rewards(KeepsArguments):
                 function.close()
 
     def beside_a_run(self) -> Rewards:
-        """Return the same functions, whose failures count by themselves."""
-        own = copy.copy(self)
-        own._failures = self._failures.afresh()
-        return own
+        """Return the same functions with a count of failures of their own."""
+        other = copy.copy(self)
+        other._failures = Failures(self._failures.limit)
+        return other
 
     def score(
         self,
@@ -357,9 +237,9 @@ class Rewards(KeepsArguments):
             limited: Whether ``max_unscorable_fraction`` holds for these responses by themselves.
             on_request: Further arguments by name, one value per response, for the functions whose
                 signature names them.
-            failed: Responses that no function is asked about, as something went wrong with them
-                before; and what.
-            group_ids: What the responses to one prompt have in common; None: the prompt.
+            failed: Responses that no function scores, as something went wrong with them before,
+                and the reason.
+            group_ids: Equal for the responses to one prompt; None: the prompt itself.
 
         Raises:
             RewardError: Too many responses without a score, a function that fails again and
@@ -376,11 +256,17 @@ class Rewards(KeepsArguments):
         weights = self._weights.rows(columns)
         weights[[*(failed or {})]] = math.nan
         given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
-        answers = self._answers(weights, given, columns, on_request or {}, lost=bool(failed))
-        groups = _numbered(map(repr, prompts) if group_ids is None else group_ids)
-        return self._combine(answers, weights, groups, failed or {}, limited=limited)
+        results = self._results(weights, given, columns, on_request or {}, lost=bool(failed))
+        numbers: dict[Hashable, int] = {}
+        groups = torch.tensor(
+            [
+                numbers.setdefault(group, len(numbers))
+                for group in (map(repr, prompts) if group_ids is None else group_ids)
+            ]
+        ).long()
+        return self._combine(results, weights, groups, failed or {}, limited=limited)
 
-    def _answers(
+    def _results(
         self,
         weights: Float[Tensor, "B K"],
         given: Mapping[str, Sequence[Any]],
@@ -388,60 +274,61 @@ class Rewards(KeepsArguments):
         on_request: Mapping[str, Sequence[Any]],
         *,
         lost: bool,
-    ) -> list[_Answer]:
-        """Ask the functions, those that see others' values after these."""
+    ) -> list[_Result]:
+        """Call the functions, those that read others' values after these."""
         rows = [weight.isfinite().nonzero()[:, 0].tolist() for weight in weights.T]
-        found: dict[str, list[float | None]] = {name: [None] * len(weights) for name in self.names}
-        answers: dict[int, _Answer] = {}
+        known: dict[str, list[float | None]] = {name: [None] * len(weights) for name in self.names}
+        results: dict[int, _Result] = {}
         for wave in self._waves:
-            asked = {
-                place: _Asked(self._functions[place], rows[place], Journal(len(rows[place])))
-                for place in wave
-                if rows[place]
+            tasks = {
+                index: _Task(self._functions[index], rows[index], Journal(len(rows[index])))
+                for index in wave
+                if rows[index]
             }
             outcomes = self._dispatcher.run(
-                [self._call(entry, given, columns, on_request, found) for entry in asked.values()]
+                [self._call(task, given, columns, on_request, known) for task in tasks.values()]
             )
-            for (place, entry), outcome in zip(asked.items(), outcomes, strict=True):
-                answer = answers[place] = self._read(entry, outcome, lost=lost)
-                for row, value in zip(entry.rows, answer.values, strict=True):
-                    found[entry.bound.name][row] = None if math.isnan(value) else value
-        return [answers[place] for place in sorted(answers)]
+            for (index, task), outcome in zip(tasks.items(), outcomes, strict=True):
+                result = results[index] = self._read(task, outcome, lost=lost)
+                for row, value in zip(task.rows, result.values, strict=True):
+                    known[task.bound.name][row] = None if math.isnan(value) else value
+        return [results[index] for index in sorted(results)]
 
     def _call(
         self,
-        entry: _Asked,
+        task: _Task,
         given: Mapping[str, Sequence[Any]],
         columns: Sequence[Mapping[str, Any]],
         on_request: Mapping[str, Sequence[Any]],
-        found: Mapping[str, Sequence[float | None]],
+        known: Mapping[str, Sequence[float | None]],
     ) -> Call:
-        """Return what is called, with the rows that are asked about in lists of its own."""
-        name, function = entry.bound
+        """Return the call of a function, with its rows in lists of its own."""
+        name, function = task.bound
         signature = inspect.signature(function)
-        wanted = {name: on_request[name] for name in on_request if name in signature.parameters}
-        names = {column: None for row in entry.rows for column in columns[row]}
+        names = {column: None for row in task.rows for column in columns[row]}
         available = {
-            **{column: [columns[row].get(column) for row in entry.rows] for column in names},
+            **{column: [columns[row].get(column) for row in task.rows] for column in names},
             **{
-                argument: [_copied(values[row]) for row in entry.rows]
+                argument: [_copied(values[row]) for row in task.rows]
                 for argument, values in given.items()
             },
             **{
-                argument: [values[row] for row in entry.rows] for argument, values in wanted.items()
+                argument: [values[row] for row in task.rows]
+                for argument, values in on_request.items()
+                if argument in signature.parameters
             },
-            "log_metric": entry.journal.log_metric,
-            "log_extra": entry.journal.log_extra,
+            "log_metric": task.journal.log_metric,
+            "log_extra": task.journal.log_extra,
         }
-        sees_others = name in self._inputs or OTHER_REWARDS in signature.parameters
-        if sees_others and OTHER_REWARDS in names:
+        reads_others = name in self._inputs or OTHER_REWARDS in signature.parameters
+        if reads_others and OTHER_REWARDS in names:
             raise RewardError(
                 f"reward function {name!r} takes {OTHER_REWARDS!r}, the values of other rewards, "
                 "and the data has a column of that name too: rename the column"
             )
         if name in self._inputs:
             available[OTHER_REWARDS] = OtherRewards(
-                {other: [found[other][row] for row in entry.rows] for other in self._inputs[name]}
+                {other: [known[other][row] for row in task.rows] for other in self._inputs[name]}
             )
         ends = isinstance(function, RewardFunction) and function.ends_by_itself
         arguments = chosen_arguments(name, signature, available, filled_by_python(function))
@@ -449,7 +336,7 @@ class Rewards(KeepsArguments):
 
     def _combine(
         self,
-        answers: Sequence[_Answer],
+        results: Sequence[_Result],
         weights: Float[Tensor, "B K"],
         groups: Int[Tensor, " B"],
         failed: Mapping[int, str],
@@ -458,24 +345,24 @@ class Rewards(KeepsArguments):
     ) -> RewardResult:
         per_function = torch.full(weights.shape, math.nan, dtype=torch.float32)
         declined = torch.zeros(weights.shape, dtype=torch.bool)
-        metrics, extras = self._logged(answers, len(weights))
+        metrics, extras = self._logged(results, len(weights))
         failures: dict[str, str] = {}
         if failed:
-            reason = first_of(failed, f"{len(failed)} episodes failed")
+            reason = first_failure(failed, f"{len(failed)} episodes failed")
             failures["environment"] = f"environment: {reason}"
             self._failures.log(failures["environment"])
-        for answer in answers:
-            name = answer.asked.bound.name
-            values = torch.tensor(answer.values, dtype=torch.float32)
-            per_function[answer.asked.rows, self.names.index(name)] = values
-            declined[answer.asked.rows, self.names.index(name)] = torch.tensor(answer.declined)
-            if answer.failure:
-                failures[name] = f"{name}: {answer.failure}"
+        for result in results:
+            name, rows = result.task.bound.name, result.task.rows
+            column = self.names.index(name)
+            per_function[rows, column] = torch.tensor(result.values, dtype=torch.float32)
+            declined[rows, column] = torch.tensor(result.declined)
+            if result.failure:
+                failures[name] = f"{name}: {result.failure}"
                 self._failures.log(failures[name])
         score = weighted_sum(
             per_function, weights, optional=self._optional, declined=declined, groups=groups
         )
-        self._report(score, failures)
+        self._report_inapplicable(score, failures)
         self._failures.check(failures)
         if limited:
             check_quota(
@@ -486,33 +373,35 @@ class Rewards(KeepsArguments):
                 failures=[*failures.values()],
                 allowed=self._max_unscorable_fraction,
             )
-        wanted = weights.isfinite()
-        missing = (per_function.isnan() & wanted).sum(dim=0) / wanted.sum(dim=0).clamp(min=1)
-        unscored = {
-            f"{name}/unscored_fraction": fraction
-            for name, fraction in zip(self.names, missing.tolist(), strict=True)
-        }
-        mixed = {
-            f"{name}/mixed_fraction": fraction
-            for name, fraction in zip(
-                self.names, score.mixed.double().mean(0).tolist(), strict=True
-            )
-        }
+        called = weights.isfinite()
+        missing = (per_function.isnan() & called).sum(dim=0) / called.sum(dim=0).clamp(min=1)
+        mixed = score.mixed.double().mean(0)
+        for kind, fractions in (("unscored_fraction", missing), ("mixed_fraction", mixed)):
+            for name, fraction in zip(self.names, fractions.tolist(), strict=True):
+                metrics[f"{name}/{kind}"] = fraction
+        steps = None
+        if self._has_steps:
+            returned = [
+                Returned(self.names.index(bound.name), bound.name, rows, result.outcome.value)
+                for result in results
+                for bound, rows, _ in [result.task]
+            ]
+            steps = weighted_steps(returned, weights)
         return RewardResult(
             scores=score.sums,
             per_function=per_function,
             names=self.names,
-            metrics=metrics | unscored | mixed,
+            metrics=metrics,
             extras=extras,
             failures=[*failures.values()],
-            seconds={answer.asked.bound.name: answer.outcome.seconds for answer in answers},
+            seconds={result.task.bound.name: result.outcome.seconds for result in results},
             weights=weights,
             turn_weights=(weights.nan_to_num(nan=0.0) * self._of_turns).sum(dim=1),
-            step_rewards=self._steps(answers, weights) if self._looks_at_steps else None,
+            step_rewards=steps,
         )
 
-    def _report(self, score: Score, failures: dict[str, str]) -> None:
-        """Say which functions apply to a part of a group, and whether none applies to a response.
+    def _report_inapplicable(self, score: Score, failures: dict[str, str]) -> None:
+        """Report functions that apply to a part of a group, and responses that have none.
 
         A batch that no function applies to counts as a failure: nothing is learnt from it.
         """
@@ -535,99 +424,69 @@ class Rewards(KeepsArguments):
                 "out of training and counted (rollout/unscorable_fraction)"
             )
 
-    def _steps(
-        self, answers: Sequence[_Answer], weights: Float[Tensor, "B K"]
-    ) -> tuple[tuple[StepReward, ...], ...]:
-        returned = [
-            Returned(self.names.index(bound.name), bound.name, rows, answer.outcome.value)
-            for answer in answers
-            for bound, rows, _ in [answer.asked]
-        ]
-        return weighted_steps(returned, weights)
-
-    def _read(self, entry: _Asked, outcome: Outcome, *, lost: bool) -> _Answer:
+    def _read(self, task: _Task, outcome: Outcome, *, lost: bool) -> _Result:
         """Return the values of a function, what it logged, and what went wrong.
 
         Where responses were lost before, others may be without siblings by accident.
         """
-        logged = entry.journal.close()
+        logged = task.journal.close()
         if lost and isinstance(outcome.error, NoSiblingsError):
-            outcome = Outcome(PartialValues([math.nan] * len(entry.rows), "", failed=0), None)
-        name, error = entry.bound.name, outcome.error
+            outcome = Outcome(PartialValues([math.nan] * len(task.rows), "", failed=0), None)
+        name, error = task.bound.name, outcome.error
         if isinstance(error, RewardError):
             # a class of the user's own may have another constructor
             kind = MissingColumnError if isinstance(error, MissingColumnError) else RewardError
             raise kind(f"reward function {name!r}: {error}") from error
         if error is not None:
             self._failures.count(name, 1.0)
-            nothing, none = [math.nan] * len(entry.rows), [False] * len(entry.rows)
-            return _Answer(entry, nothing, none, explain(error), logged, outcome)
-        values, declined, bad, failure = check_values(outcome.value, function=name, rows=entry.rows)
-        if isinstance(entry.bound.function, RewardFunction):
-            declined = [row and not entry.bound.function.none_is_missing for row in declined]
+            own = type(error).__module__.startswith("lrlhf.")  # whose message suffices
+            failure = str(error) if own else "".join(traceback.format_exception(error)).rstrip()
+            missing, declined = [math.nan] * len(task.rows), [False] * len(task.rows)
+            return _Result(task, missing, declined, failure, logged, outcome)
+        values, declined, bad, failure = check_values(outcome.value, function=name, rows=task.rows)
+        if isinstance(task.bound.function, RewardFunction):
+            declined = [row and not task.bound.function.none_is_missing for row in declined]
         if isinstance(outcome.value, PartialValues):
             failure = "\n".join(filter(None, (failure, outcome.value.failure)))
             bad += outcome.value.failed
-        self._failures.count(name, bad / len(entry.rows))
-        return _Answer(entry, values, declined, failure, logged, outcome)
+        self._failures.count(name, bad / len(task.rows))
+        return _Result(task, values, declined, failure, logged, outcome)
 
     def _logged(
-        self, answers: Sequence[_Answer], count: int
+        self, results: Sequence[_Result], count: int
     ) -> tuple[dict[str, float], dict[str, list[Any]]]:
         """Return the means of all metrics, and every column spread over all responses."""
         metrics: dict[str, list[float]] = defaultdict(list)
         extras: dict[str, list[Any]] = {}
         prefixes = metric_prefixes(self._functions)
-        for entry, _, _, _, logged, _ in answers:
+        for task, _, _, _, logged, _ in results:
             for metric, numbers in logged.metrics.items():
-                metrics[prefixes[entry.bound.name] + metric] += numbers
+                metrics[prefixes[task.bound.name] + metric] += numbers
             for column, values in logged.extras.items():
                 # a second column of a name gets its function's
-                name = column if column not in extras else f"{entry.bound.name}/{column}"
+                name = column if column not in extras else f"{task.bound.name}/{column}"
                 extras[name] = [None] * count
-                for row, value in zip(entry.rows, values, strict=True):
+                for row, value in zip(task.rows, values, strict=True):
                     extras[name][row] = value
         means = {name: math.fsum(numbers) / len(numbers) for name, numbers in metrics.items()}
         return means, extras
-
-
-def _copied(value: Any) -> Any:
-    """Return text as it is, and the turns of a chat or token ids as a list that may be changed."""
-    if isinstance(value, str):
-        return value
-    copied = [{**one} if isinstance(one, Mapping) else one for one in value]
-    return with_segments(copied, getattr(value, "segments", None))
-
-
-def _numbered(groups: Iterable[Hashable]) -> Int[Tensor, " B"]:
-    numbers: dict[Hashable, int] = {}
-    return torch.tensor([numbers.setdefault(group, len(numbers)) for group in groups]).long()
-
-
-def as_rewards(given: object) -> Rewards:
-    """Take a function, or several, for the `Rewards` of them, all with weight 1."""
-    if isinstance(given, list | tuple | dict):
-        return Rewards(dict(given) if isinstance(given, dict) else list(given))
-    if callable(given) and not hasattr(given, "names"):
-        return Rewards([given])
-    return cast(Rewards, given)
 
 
 _WINDOW = 100
 """Responses of which more than half must not have failed: batches may be small, and a single
 accident is no reason to stop."""
 _ENOUGH = 20
-"""Responses that must be known before their share says something."""
-_WHOLE_BATCH = 4
+"""Responses before their share means something."""
+_COMPLETE_BATCH = 4
 """Responses of a call that do not all fail by accident."""
 
 
 class NoRewards(Rewards):
     """Gives every response the score 0; those whose episode failed have none.
 
-    No function can say how many may fail, as `Rewards.max_unscorable_fraction` does. So it refuses
-    only an environment that is broken: where more than half of the last 100 responses failed, as
-    soon as 20 are known, or all of a call with 4 or more.
+    There is no limit such as ``max_unscorable_fraction`` of `Rewards`. It refuses only an
+    environment that is broken: where more than half of the last 100 responses failed, as soon as
+    20 are known, or all of a call with 4 or more.
     """
 
     def __init__(self) -> None:
@@ -658,11 +517,11 @@ class NoRewards(Rewards):
         scores[[*failed]] = math.nan
         failures = []
         if failed:
-            reason = first_of(failed, f"{len(failed)} episodes failed")
+            reason = first_failure(failed, f"{len(failed)} episodes failed")
             failures.append(f"environment: {reason}")
             self._failures.log(failures[0])
         if limited:
-            self._note([row in failed for row in range(len(prompts))], failures)
+            self._check([row in failed for row in range(len(prompts))], failures)
         return RewardResult(
             scores=scores,
             per_function=torch.zeros(len(prompts), 0),
@@ -674,11 +533,11 @@ class NoRewards(Rewards):
             turn_weights=torch.zeros(len(prompts)),
         )
 
-    def _note(self, failed: list[bool], failures: Sequence[str]) -> None:
-        """Count the responses of a call, and look whether too many of the last ones failed."""
+    def _check(self, failed: list[bool], failures: Sequence[str]) -> None:
+        """Count the responses of a call, and check whether too many of the last ones failed."""
         self._recent = [*self._recent, *failed][-max(_WINDOW, len(failed)) :]
         recent = self._recent
-        if len(failed) >= _WHOLE_BATCH and all(failed):
+        if len(failed) >= _COMPLETE_BATCH and all(failed):
             recent = failed
         elif not any(failed) or len(recent) < _ENOUGH or 2 * sum(recent) <= len(recent):
             return
@@ -686,3 +545,234 @@ class NoRewards(Rewards):
             f"{sum(recent)} of the last {len(recent)} episodes failed, and a teacher sees none of "
             f"them. Repair the environment. First failure of this batch: {failures[0]}"
         )
+
+
+def _copied(value: Any) -> Any:
+    """Return text as it is, and the turns of a chat or token ids as a list that may be changed."""
+    if isinstance(value, str):
+        return value
+    copied = [{**entry} if isinstance(entry, Mapping) else entry for entry in value]
+    return with_segments(copied, getattr(value, "segments", None))
+
+
+def as_rewards(rewards: object) -> Rewards:
+    """Return `Rewards` as they are, and of a function, or several, with weight 1 for each."""
+    if isinstance(rewards, list | tuple | dict):
+        return Rewards(dict(rewards) if isinstance(rewards, dict) else list(rewards))
+    if callable(rewards) and not hasattr(rewards, "names"):
+        return Rewards([rewards])
+    return cast(Rewards, rewards)
+
+
+def metric_prefixes(functions: Sequence[BoundFunction]) -> dict[str, str]:
+    """Return the prefix of the metrics of each function, often empty.
+
+    It depends on the functions alone and not on what they log, which differs between batches and
+    processes: a name must not change its owner there.
+
+    Args:
+        functions: All that log together.
+
+    Returns:
+        The function's name where another one may log the same: both are of one class, or both are
+        the user's own and take ``log_metric``.
+    """
+
+    def can_log(function: Callable[..., Any]) -> bool:
+        parameters = inspect.signature(function).parameters
+        takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        return takes_all or "log_metric" in parameters
+
+    def is_own(function: Callable[..., Any]) -> bool:
+        """Whether a function is the user's or calls one, so that its metrics are unknown."""
+        if isinstance(function, RewardFunction) and function.forwards_columns:
+            return True
+        return not type(function).__module__.startswith("lrlhf.")
+
+    plain = [(name, unwrapped(function)) for name, function in functions if can_log(function)]
+    shared = {
+        name
+        for index, (name, a) in enumerate(plain)
+        for _, b in plain[:index] + plain[index + 1 :]
+        if isinstance(a, type(b)) or isinstance(b, type(a)) or (is_own(a) and is_own(b))
+    }
+    return {name: f"{name}/" if name in shared else "" for name, _ in functions}
+
+
+class OtherRewards(dict[str, list[float | None]]):
+    """Values of other rewards for a function: one per response under each name."""
+
+    def __missing__(self, name: str) -> list[float | None]:
+        raise RewardError(
+            f"it reads the values of {name!r}{did_you_mean(name, self)}, and has those of "
+            f"{', '.join(self) or 'no other reward'}: list that function before it, or name it in "
+            "inputs"
+        )
+
+    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
+        return dict, ({**self},)  # other processes need not have this library
+
+
+def complete_inputs(
+    functions: Sequence[BoundFunction], chosen: Mapping[str, Sequence[str]]
+) -> dict[str, tuple[str, ...]]:
+    """Return for each function that reads values of others their names.
+
+    Args:
+        functions: In the order of the configuration.
+        chosen: By the user; others whose signature names ``rewards`` read all before them.
+
+    Raises:
+        ValueError: A name is unknown, a chosen function takes no values of others, or one that
+            needs them has none before it.
+    """
+    names = [name for name, _ in functions]
+    check_known(chosen, names, "inputs")
+    inputs: dict[str, tuple[str, ...]] = {}
+    for index, (name, function) in enumerate(functions):
+        parameters = inspect.signature(function).parameters
+        argument = parameters.get(OTHER_REWARDS)
+        if name in chosen:
+            check_known(chosen[name], names, f"inputs[{name!r}]")
+            takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+            # in a class of rewards `**columns` only means that it ignores the others
+            uses_all = not isinstance(function, RewardFunction) or function.forwards_columns
+            if argument is None and not (takes_all and uses_all):
+                raise ValueError(
+                    f"inputs[{name!r}]: the function has no argument {OTHER_REWARDS!r} that could "
+                    "take the values of other rewards: add it, or drop the entry"
+                )
+            inputs[name] = tuple(chosen[name])
+        elif argument is not None and index:
+            inputs[name] = tuple(names[:index])
+        elif argument is not None and argument.default is argument.empty:
+            raise ValueError(
+                f"reward function {name!r} takes {OTHER_REWARDS!r}, the values of the functions "
+                "before it, and it is the first: list it after them, or name them in inputs (a "
+                "data column of that name needs another one)"
+            )
+    return inputs
+
+
+def in_waves(names: Sequence[str], inputs: Mapping[str, Sequence[str]]) -> list[list[int]]:
+    """Order the functions: each wave can be called at once, after those before it.
+
+    Returns:
+        Indices in ``names``, ascending in each wave.
+
+    Raises:
+        ValueError: Some would have to wait for each other.
+    """
+    sorter = TopologicalSorter({name: inputs.get(name, ()) for name in names})
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        circle = " -> ".join(map(repr, error.args[1]))
+        raise ValueError(
+            f"inputs go in a circle: {circle}; none of these rewards can be computed before the "
+            "others, so take one of the names out"
+        ) from None
+    waves = []
+    while sorter.is_active():
+        ready = sorter.get_ready()
+        sorter.done(*ready)
+        waves.append(sorted(names.index(name) for name in ready))
+    return waves
+
+
+class Failures:
+    """Counts the failures of each function over a run, and logs every kind of them once.
+
+    Args:
+        limit: See ``max_failures`` of `Rewards`.
+
+    Raises:
+        ValueError: It is below 1.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        if limit is not None and limit < 1:
+            raise ValueError(f"max_failures is {limit}; it must be 1 or more, or null")
+        self.limit = limit
+        self.counts: dict[str, float] = defaultdict(float)
+        """Batches in which a function failed, less what was forgiven."""
+        self._logged: set[str] = set()
+
+    def count(self, name: str, part: float) -> None:
+        """Note the part of a batch for which a function failed, from 0 to 1."""
+        count = self.counts[name] + part - (1 - part) * _FORGIVEN
+        self.counts[name] = max(0.0, round(count, 9))  # ten tenths are one
+
+    def log(self, failure: str) -> None:
+        """Log a failure that was not there before; it begins with the function's name."""
+        name, _, text = failure.partition(": ")
+        summary = f"{name}: {text.splitlines()[-1]}"  # the exception
+        if summary not in self._logged and len(self._logged) < _MAX_LOGGED:
+            self._logged.add(summary)
+            logger.error("reward function %s", failure)
+
+    def warn(self, text: str) -> None:
+        """Log what is no failure, once."""
+        if text not in self._logged:
+            self._logged.add(text)
+            logger.warning("%s", text)
+
+    def check(self, failures: Mapping[str, str]) -> None:
+        """Check the counts of the functions that failed now.
+
+        Raises:
+            RewardError: One has failed too often.
+        """
+        for name, failure in failures.items():
+            if self.limit is not None and self.counts[name] >= self.limit:
+                raise RewardError(
+                    f"reward function {name!r} failed in {self.limit} batches of this "
+                    f"run, less one for every ten without failure. Repair it, or raise "
+                    f"max_failures. The last failure: {failure}"
+                )
+
+
+def check_quota(
+    score: Score,
+    per_function: Float[Tensor, "B K"],
+    weights: Float[Tensor, "B K"],
+    *,
+    names: Sequence[str],
+    failures: Sequence[str],
+    allowed: float,
+) -> None:
+    """Check whether enough responses of a batch have a score, of those that a function applies to.
+
+    Args:
+        score: Of the responses.
+        per_function: Values of the functions; NaN: none.
+        weights: NaN: a function was not called.
+        names: Of the functions.
+        failures: What went wrong.
+        allowed: Part of the batch that may lack a score.
+
+    Raises:
+        RewardError: More of it does.
+    """
+    unscorable = score.sums.isnan() & ~score.inapplicable
+    count = int(unscorable.sum())
+    if count <= allowed * len(unscorable):
+        return
+    wanted = weights.isfinite() & (weights != 0)
+    missing = (per_function.isnan() & wanted & unscorable[:, None]).sum(dim=0)
+    functions = ", ".join(
+        f"{name} ({count} without a value)"
+        for name, count in zip(names, missing.tolist(), strict=True)
+        if count
+    )
+    first = failures[0] if failures else "none: the functions had no value"
+    several = len(names) > 1
+    # which may return None for a response to which they do not apply
+    advice = "list those whose value may be missing under optional, " if several else ""
+    raise RewardError(
+        f"{'not every' if several else 'no'} reward could score {count} of {len(unscorable)} "
+        f"responses (the first is response {int(unscorable.nonzero()[0])}; allowed: "
+        f"{allowed:.0%}). Functions: {functions}. Repair them, give them "
+        f"more time with timeout, {advice}or accept more with max_unscorable_fraction. First "
+        f"failure: {first}"
+    )

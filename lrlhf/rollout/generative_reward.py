@@ -16,7 +16,6 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from lrlhf.media import MediaError, MediaProcessor
 from lrlhf.models import CausalLM, load_processor, load_tokenizer, plain_model, ruled_out_ids
 from lrlhf.models.loading.pretrained import DType
-from lrlhf.rewards.dispatch import while_wanted
 from lrlhf.rewards.function import (
     Completion,
     LogExtra,
@@ -24,11 +23,19 @@ from lrlhf.rewards.function import (
     RewardError,
     check_positive,
 )
-from lrlhf.rewards.judge.judge_client import Reply
-from lrlhf.rewards.judge.judge_reward import Asker, columns_asked, notes_of, qualities, values_of
+from lrlhf.rewards.judge.comparisons import (
+    JudgePrompts,
+    Reply,
+    judge_columns,
+    reply_texts,
+    response_values,
+    verdict_metrics,
+)
 from lrlhf.rewards.judge.verdicts import SYSTEM, FormName, marks_as_text
 from lrlhf.rewards.learned import (
+    OwnModelReward,
     Row,
+    batches_of,
     encoded,
     in_place,
     rendered,
@@ -36,7 +43,6 @@ from lrlhf.rewards.learned import (
     text_without_marks,
     token_limit,
 )
-from lrlhf.rewards.own_model import OwnModelReward
 from lrlhf.rollout.engines.transformers_engine import TransformersEngine
 from lrlhf.rollout.responses import token_prompts
 from lrlhf.rollout.sampling import Sampling
@@ -119,7 +125,7 @@ class GenerativeReward(OwnModelReward[_Loaded]):
 
     @classmethod
     def columns_read(cls, options: Mapping[str, Any]) -> Iterable[str]:
-        return columns_asked(options)
+        return judge_columns(options)
 
     def __init__(  # noqa: PLR0913  the keys of a user's config
         self,
@@ -148,7 +154,7 @@ class GenerativeReward(OwnModelReward[_Loaded]):
                 "samples above 1 ask the same question again, and at temperature 0 the model says "
                 "the same again: give temperature"
             )
-        self._asker = Asker(
+        self._prompts = JudgePrompts(
             "pairwise",
             form,
             template=template,
@@ -157,7 +163,7 @@ class GenerativeReward(OwnModelReward[_Loaded]):
             reference_column=reference_column,
             samples=samples,
         )
-        self.compares_responses = self._asker.compares_responses
+        self.compares_responses = self._prompts.compares_responses
         self._sampling = Sampling(temperature=temperature, max_new_tokens=max_new_tokens)
         self._spec = CausalLM(
             source=source,
@@ -186,17 +192,17 @@ class GenerativeReward(OwnModelReward[_Loaded]):
             raise RewardError("a generative reward model cannot be played the sounds of prompts")
         loaded = self._ready()
         media = _media_of(loaded, images, videos, count=len(completions))
-        batch = self._asker.batch(
+        batch = self._prompts.batch(
             prompts,
             completions,
             [[id(entry) for kind in own for entry in kind] for own in media],
             columns,
             clean=partial(_neutral, marks=loaded.marks),
         )
-        questions = self._asker.questions(batch)
+        questions = self._prompts.questions(batch)
         requests = {
             question: _Request(
-                self._asker.text(batch, question),
+                self._prompts.text(batch, question),
                 tuple(batch.shown[question.about] or ()),
                 question.sample,
             )
@@ -204,12 +210,15 @@ class GenerativeReward(OwnModelReward[_Loaded]):
         }
         distinct = {request: media[question.about] for question, request in requests.items()}
         replies = self._replies(loaded, distinct)
-        verdicts = {each: self._asker.read(each, replies.get(requests[each])) for each in questions}
+        verdicts = {
+            question: self._prompts.read(question, replies.get(requests[question]))
+            for question in questions
+        }
         log_metric("generative/too_long", len(distinct) - len(replies))
-        for name, value in qualities(questions, verdicts).items():
+        for name, value in verdict_metrics(questions, verdicts).items():
             log_metric(f"generative/{name}", value)
-        log_extra("judge", notes_of(questions, verdicts, len(completions)))
-        return values_of(questions, verdicts, len(completions))
+        log_extra("judge", reply_texts(questions, verdicts, len(completions)))
+        return response_values(questions, verdicts, len(completions))
 
     def _load(self) -> _Loaded:
         trust = self._spec.trust_remote_code
@@ -247,12 +256,9 @@ class GenerativeReward(OwnModelReward[_Loaded]):
             for request, row in rows.items()
             if row is not None and len(row.input_ids) <= loaded.longest
         }
-        # requests of similar length together, for the least padding
-        order = sorted(fits, key=lambda request: len(fits[request].input_ids))
         replies: dict[_Request, Reply] = {}
         with in_place(loaded.model, loaded.device, offload=self._offload):
-            for start in while_wanted(range(0, len(order), self._batch_size)):
-                chosen = order[start : start + self._batch_size]
+            for chosen in batches_of(fits, self._batch_size):
                 seeds = [request.seed for request in chosen]
                 generated = self._generated(loaded, [fits[request] for request in chosen], seeds)
                 replies |= zip(chosen, generated, strict=True)

@@ -221,8 +221,8 @@ def test_a_name_that_is_not_there_stops_the_run() -> None:
 
     with pytest.raises(
         RewardError,
-        match=r"'misspelt': it asks for the values of 'row_number'; did you mean 'row_numbers'\?,"
-        r" and is given those of row_numbers, tens: list that function before it",
+        match=r"'misspelt': it reads the values of 'row_number'; did you mean 'row_numbers'\?,"
+        r" and has those of row_numbers, tens: list that function before it",
     ):
         score(Rewards([row_numbers, tens, misspelt]))
 

@@ -1,5 +1,6 @@
 import copy
 import json
+import pickle
 import shutil
 import threading
 from pathlib import Path
@@ -22,7 +23,7 @@ from transformers import (
 
 from lrlhf.models import RewardNetwork, ScoreModel
 from lrlhf.rewards import LearnedReward, RewardResult, Rewards
-from lrlhf.rewards.learned import plain_template, rendered, text_ids, written
+from lrlhf.rewards.learned import OwnModelReward, full_text, plain_template, rendered, text_ids
 from lrlhf.types import SequenceBatch
 from tests.conftest import build_language_model
 
@@ -287,7 +288,7 @@ def test_what_a_turn_says_is_text(tokenizer: PreTrainedTokenizerBase) -> None:
     for said in (evil, "x"):
         prompt = ({"role": "user", "content": said},)
         for completion in (said, [{"role": "assistant", "content": said}]):
-            text = written(tokenizer, None, prompt, completion, source="")
+            text = full_text(tokenizer, None, prompt, completion, source="")
             ids = text_ids(tokenizer, text, chat=True)
             found.append([one for one in ids if one in special])
             turns = (f"<|im_start|>{role}\n{said}<|im_end|>\n" for role in ("user", "assistant"))
@@ -295,3 +296,46 @@ def test_what_a_turn_says_is_text(tokenizer: PreTrainedTokenizerBase) -> None:
     assert found[0] == found[1] == found[2] == found[3]
     # plain text may be rendered already
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in text_ids(tokenizer, evil, chat=False)
+
+
+# ---------------------------------------------------------------------- loading
+
+
+class _Model:
+    """Cannot be copied, as what lives on a device."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+class _Named(OwnModelReward[_Model]):
+    def __init__(self, value: float) -> None:
+        self.value, self.loads = value, 0
+        self._start_afresh()
+
+    def _load(self) -> _Model:
+        self.loads += 1
+        return _Model()
+
+    def __call__(self, *, completions: Any, **columns: Any) -> list[float | None]:
+        self._ready()
+        return [self.value] * len(completions)
+
+
+def test_a_model_is_loaded_once() -> None:
+    reward = _Named(2.0)
+    assert reward.loads == 0
+    reward.prepare()
+    reward.prepare()
+    reward(completions=["a"])
+    assert reward.loads == 1
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda r: pickle.loads(pickle.dumps(r))])
+def test_a_copy_has_the_settings_and_loads_a_model_of_its_own(copied: Any) -> None:
+    reward = _Named(2.0)
+    reward.prepare()
+    other = copied(reward)
+    assert other(completions=["a"]) == [2.0]
+    assert (reward.loads, other.loads) == (1, 2)  # the count is one of the settings here
+    assert other._ready() is not reward._ready()

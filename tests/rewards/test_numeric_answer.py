@@ -110,7 +110,7 @@ def test_a_response_that_keeps_math_verify_busy_is_given_up_and_stops_nothing() 
     result = rewards.score(["p"] * 3, texts, [[1]] * 3, [{"answer": r"\sqrt{8}"}] * 3)
     assert result.scores.tolist() == [1.0, 0.0, 1.0]
     (failure,) = result.failures
-    assert "1 of 3 responses could not be judged" in failure
+    assert "1 of 3 responses could not be scored" in failure
     assert failure.endswith("response 1: no result after 2 s")
 
 
@@ -118,13 +118,13 @@ def test_a_right_answer_that_keeps_math_verify_busy_gives_no_score(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[str] = []
-    ask = OneByOne.ask
+    score = OneByOne.score
 
     def counted(self: OneByOne, timeout: float, **texts: str) -> float | None:
-        asked.append(texts["given"])
-        return ask(self, timeout, **texts)
+        asked.append(texts["answer"])
+        return score(self, timeout, **texts)
 
-    monkeypatch.setattr(OneByOne, "ask", counted)
+    monkeypatch.setattr(OneByOne, "score", counted)
     function = NumericAnswer(which="boxed", timeout=1.0)
     assert [value(function, r"\boxed{\pi}", answer=ENDLESS) for _ in range(3)] == [None] * 3
     assert asked == [r"\pi", asked[1]]  # it is tried once, beside the response and alone

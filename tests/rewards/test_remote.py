@@ -17,9 +17,8 @@ from PIL import Image
 
 from lrlhf.media import MediaOptions, Video, read_video
 from lrlhf.rewards import RemoteReward, RewardError, RewardResult, Rewards
-from lrlhf.rewards.remote import remote_http, remote_services, service_client
-from lrlhf.rewards.remote.remote_http import ServiceError
-from lrlhf.rewards.remote.remote_services import Service, Services
+from lrlhf.rewards.remote import service_client
+from lrlhf.rewards.remote.service_client import Service, ServiceError, Services
 from tests.rewards.reward_server import (
     Server,
     breaks_off,
@@ -153,7 +152,7 @@ def test_lightrft_gets_one_text_per_response(server: Server) -> None:
     reward = remote(server, protocol="lightrft", columns={"references": "answer", "labels": "kind"})
     result = ask(reward, 3, answer=["x", "y", "z"], kind=[1, 2, 3], images=[[], [image] * 2, []])
     assert result.scores.tolist() == [0.0, 2.0, 4.0]
-    with pytest.raises(RewardError, match="no place for videos"):
+    with pytest.raises(RewardError, match="no form for videos"):
         ask(remote(f"{server.url}/get_reward", protocol="lightrft"), 1, videos=[[object()]])
     (body,) = server.requests
     assert body["queries"] == ["", "pc", "ppcc"]
@@ -238,7 +237,7 @@ def test_what_was_scored_counts_though_the_rest_was_not(server: Server) -> None:
 def test_an_outage_is_waited_for_if_one_chooses_so(
     server: Server, down: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_services, "_COOLDOWN_S", 0.05)
+    monkeypatch.setattr(service_client, "_COOLDOWN_S", 0.05)
     server.always = down
     timer = threading.Timer(0.8, lambda: setattr(server, "always", None))
     timer.start()
@@ -259,7 +258,7 @@ def test_an_outage_is_waited_for_if_one_chooses_so(
 def test_a_wrong_answer_is_not_waited_for_nor_an_outage_longer_than_allowed(
     server: Server, act: Any, max_wait: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_services, "_COOLDOWN_S", 0.05)
+    monkeypatch.setattr(service_client, "_COOLDOWN_S", 0.05)
     server.always = act
     started = time.monotonic()
     result = ask(remote(server, max_wait=max_wait, retries=0), 3)
@@ -296,7 +295,7 @@ def test_a_gigabyte_is_not_read(server: Server) -> None:
     server.always = floods
     started = time.monotonic()
     result = ask(remote(server, retries=0), 3)
-    assert f"the reply is longer than {remote_http._MAX_BYTES} bytes" in result.failures[0]
+    assert f"the reply is longer than {service_client._MAX_BYTES} bytes" in result.failures[0]
     assert time.monotonic() - started < 15
 
 
@@ -307,12 +306,12 @@ def test_a_gigabyte_is_not_read(server: Server) -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     now = [1000.0]
     with monkeypatch.context() as patch:
-        patch.setattr(remote_services.time, "monotonic", lambda: now[0])
+        patch.setattr(service_client.time, "monotonic", lambda: now[0])
         yield now
 
 
 def fail(service: Service, wait: float | None = None) -> None:
-    with pytest.raises(ServiceError), service.asked():
+    with pytest.raises(ServiceError), service.request():
         raise ServiceError("boom", wait=wait)
 
 
@@ -321,7 +320,7 @@ def test_a_breaker_opens_after_failures_in_a_row_and_tries_one_request_later(
 ) -> None:
     service = Service("http://a")
     fail(service)
-    with service.asked():
+    with service.request():
         pass  # a success: the row begins anew
     for _ in range(4):
         fail(service)
@@ -330,7 +329,7 @@ def test_a_breaker_opens_after_failures_in_a_row_and_tries_one_request_later(
     assert service.ready_in() == 10
     clock[0] += 10
     assert service.ready_in() == 0
-    with service.asked():
+    with service.request():
         assert service.ready_in() == math.inf  # nobody else until it is known
     fail(service)
     assert service.ready_in() == 0  # closed again: one failure is none in a row
@@ -356,7 +355,7 @@ def test_the_least_busy_service_is_next_and_those_that_failed_come_last() -> Non
     assert asyncio.run(chosen()) == {"a", "b", "c"}
     assert asyncio.run(chosen(a)) == {"b", "c"}
     assert asyncio.run(chosen(a, b, c)) == {"a", "b", "c"}
-    with a.asked(), b.asked():
+    with a.request(), b.request():
         assert asyncio.run(chosen()) == {"c"}
         assert asyncio.run(chosen(c)) == {"a", "b"}
 
@@ -367,8 +366,8 @@ def test_a_broken_service_is_spared_until_it_is_back(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(remote_services, "_COOLDOWN_S", 0.5)
-    monkeypatch.setattr(remote_services, "_BREAKER_FAILURES", 2)
+    monkeypatch.setattr(service_client, "_COOLDOWN_S", 0.5)
+    monkeypatch.setattr(service_client, "_BREAKER_FAILURES", 2)
     reward = remote(server, other, batch_size=1, max_concurrency=1)
     reward.prepare()
     server.always = says({"detail": "boom"}, 500)

@@ -36,7 +36,7 @@ def test_a_response_that_the_scorer_cannot_read_gets_nothing_and_is_counted(
         return float(int(answer) == int(entry["answer"]))
 
     class InThisProcess:
-        def ask(self, timeout: float, **arguments: Any) -> float | None:
+        def score(self, timeout: float, **arguments: Any) -> float | None:
             assert timeout == 10.0
             lists = {name: [value] for name, value in arguments.items()}
             return task_scorers.score(**lists)[0]
@@ -58,7 +58,7 @@ def test_a_response_that_keeps_the_scorer_busy_is_given_up() -> None:
     )
     assert result.scores.tolist() == [1.0, 0.0, 1.0]
     assert result.metrics["reasoning_gym/unreadable"] == pytest.approx(1 / 3)
-    assert "1 of 3 responses could not be judged" in result.failures[0]
+    assert "1 of 3 responses could not be scored" in result.failures[0]
 
 
 @pytest.mark.parametrize(

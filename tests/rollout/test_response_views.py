@@ -34,10 +34,10 @@ from lrlhf.rewards import (
     completion_segments,
     completion_text,
 )
-from lrlhf.rewards.judge.judge_reward import Asker
-from lrlhf.rewards.learned import written
+from lrlhf.rewards.judge.comparisons import JudgePrompts
+from lrlhf.rewards.learned import full_text
 from lrlhf.rewards.lookup import BUILTINS
-from lrlhf.rewards.remote.remote_protocols import LightrftProtocol, LrlhfProtocol, Responses
+from lrlhf.rewards.remote.remote_reward import LightrftProtocol, LrlhfProtocol, Responses
 from lrlhf.rollout import Collected, Collector, Sampling
 from lrlhf.rollout.episodes.episode_engine import EpisodeEngine
 from lrlhf.rollout.records import written_text
@@ -230,7 +230,7 @@ def test_every_built_in_reward_gives_a_text_what_it_gives_the_same_chat() -> Non
 
 
 def test_a_judge_reads_and_compares_the_policys_words_on_what_it_read() -> None:
-    asker = Asker("pairwise", "line", template=None, rubric=None, opponents=None,
+    asker = JudgePrompts("pairwise", "line", template=None, rubric=None, opponents=None,
                   reference_column=None, samples=1)  # fmt: skip
     texts = []
     for prompt in KINDS:
@@ -252,7 +252,7 @@ def test_models_read_all_that_was_said_of_texts_as_of_chats() -> None:
         keeps = Keeps()
         collect(prompt_batch(prompt), [keeps], environment=Search)
         (asked,), (completion,) = keeps.prompts, keeps.completions
-        read.append(written(TOKENIZER, PLAIN, asked, completion, source="rm"))
+        read.append(full_text(TOKENIZER, PLAIN, asked, completion, source="rm"))
         pieces = [(one.text.strip(), one.sampled) for one in completion_segments(completion)]
         steps.append(pieces)
     assert read[0] == read[1]
@@ -309,7 +309,9 @@ def test_services_are_told_which_words_are_the_policys() -> None:
         assert completion_text(told) == completion_text(keeps.completions[0])
         assert told == keeps.completions[0]
         query = LightrftProtocol(PLAIN).body(given)["queries"][0]
-        assert query == written(TOKENIZER, PLAIN, keeps.prompts[0], keeps.completions[0], source="")
+        assert query == full_text(
+            TOKENIZER, PLAIN, keeps.prompts[0], keeps.completions[0], source=""
+        )
 
 
 def test_a_rewritten_history_is_read_once() -> None:
@@ -387,7 +389,7 @@ def test_each_call_is_read_once(call: str, form: str, template: str | None) -> N
         assert completion[0]["content"].split() == ["Let", "me", "see.", "Wait."]
     function = {"name": "add", "arguments": {"a": 1, "b": 2}}
     assert completion[0]["tool_calls"] == [{"type": "function", "function": function}]
-    text = written(tokenizer, template, keeps.prompts[0], completion, source="rm")
+    text = full_text(tokenizer, template, keeps.prompts[0], completion, source="rm")
     assert text.count('"name": "add"') == text.count("<tool_call>") == 1
     assert completion_text(completion).count("add") == 1
     assert json.dumps(collected.records[0]["episode"]).count("add") == 2  # the tool's name too

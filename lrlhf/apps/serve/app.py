@@ -40,8 +40,14 @@ from lrlhf.apps.serve.score_request import (
 )
 from lrlhf.rewards import RewardFunction
 from lrlhf.rewards.learned import TextMarks
-from lrlhf.web.body import Body, RefusedRequestError, check_headers, malformed, parse_json
-from lrlhf.web.defects import log_defect
+from lrlhf.web import (
+    Body,
+    RefusedRequestError,
+    check_headers,
+    log_defect,
+    malformed,
+    parse_json,
+)
 
 _JPEG = b"\xff\xd8\xff"
 

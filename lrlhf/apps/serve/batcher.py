@@ -26,8 +26,7 @@ from lrlhf.rewards.dispatch import Call, Dispatcher, is_async
 from lrlhf.rewards.learned import TextMarks
 from lrlhf.rewards.lookup import bind_functions, chosen_arguments, filled_by_python
 from lrlhf.rewards.reward_values import Journal, check_values
-from lrlhf.web.body import RefusedRequestError
-from lrlhf.web.defects import log_defect
+from lrlhf.web import RefusedRequestError, log_defect
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _ITEMS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)

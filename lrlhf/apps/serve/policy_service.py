@@ -34,7 +34,7 @@ from lrlhf.rollout.responses import responses_of, token_prompts
 from lrlhf.rollout.texts import turn_text
 from lrlhf.run import sample_seeds
 from lrlhf.run.atomic import append_line
-from lrlhf.web.defects import log_defect
+from lrlhf.web import log_defect
 
 if TYPE_CHECKING:
     from lrlhf.environments.agents import Question
@@ -175,7 +175,7 @@ class PolicyService:
 
     def answer(self, asked: Sequence[Readable]) -> None:
         """Answer questions together; one that cannot be answered is told why."""
-        asked = [one for one in asked if one.question.taken()]
+        asked = [one for one in asked if one.question.start()]
         try:
             if asked:
                 self._answer(asked)

@@ -22,7 +22,7 @@ from lrlhf.rewards.function import (
     with_segments,
 )
 from lrlhf.types import Message, Prompt
-from lrlhf.web.body import RefusedRequestError, malformed
+from lrlhf.web import RefusedRequestError, malformed
 
 
 def _check_positive(options: RequestLimits | QueueOptions) -> None:

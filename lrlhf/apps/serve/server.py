@@ -15,7 +15,7 @@ import uvicorn
 from lrlhf.apps.serve.app import RewardService
 from lrlhf.noted_signals import noted_signals
 from lrlhf.rewards.remote.service_client import DEFAULT_TOKEN_ENV
-from lrlhf.web.connections import KEEP_ALIVE_SECONDS, Connection, Door, room_for
+from lrlhf.web import KEEP_ALIVE_SECONDS, Connection, ConnectionLimit, allowed_connections
 
 logger = logging.getLogger(__name__)
 
@@ -71,11 +71,12 @@ def serve(
 
 def new_server(service: RewardService, *, max_queue: int, grace_seconds: float) -> uvicorn.Server:
     """Build what listens, see `serve`; connections end by themselves, see `Connection`."""
-    door = Door(room_for(max_queue + _SPARE_CONNECTIONS), grace_seconds, service.count_refused)
+    connections = allowed_connections(max_queue + _SPARE_CONNECTIONS)
+    limit = ConnectionLimit(connections, grace_seconds, service.count_refused)
     config = uvicorn.Config(
         service.app,
         # httptools, which uvicorn would take where it is installed, has no limit to a head
-        http=functools.partial(Connection, door),  # type: ignore[arg-type]
+        http=functools.partial(Connection, limit),  # type: ignore[arg-type]
         backlog=_BACKLOG,
         access_log=False,
         log_config=None,

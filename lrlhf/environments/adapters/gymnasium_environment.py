@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lrlhf.environments.text_environment import TextEnvironment
+from lrlhf.environments.session import TextEnvironment
 from lrlhf.functional.names import import_function
 
 
@@ -50,7 +50,7 @@ class GymnasiumEnvironment(TextEnvironment):
                 )
         self.done = False
         self.info: Mapping[str, Any] = {}
-        """What came with the last observation, for reward functions that name ``environments``."""
+        """Of the last observation, for reward functions that name ``environments``."""
 
     def reset(self, seed: int, options: dict[str, Any] | None = None) -> str:
         """Begin an episode.
@@ -59,20 +59,20 @@ class GymnasiumEnvironment(TextEnvironment):
             seed: The same for all episodes of one prompt.
             options: Column of the row, for the environment's own ``reset``.
         """
-        shown, self.info = self._environment.reset(seed=seed, options=options)
-        return shown  # type: ignore[no-any-return]
+        observation, self.info = self._environment.reset(seed=seed, options=options)
+        return observation  # type: ignore[no-any-return]
 
     def step(self, action: str) -> str:
         action, self._reward = action.strip(), 0.0
         if not self._environment.action_space.contains(action):
             return f"error: {action!r:.80} is not in {self._environment.action_space}"
         try:
-            seen, reward, terminated, truncated, self.info = self._environment.step(action)
+            observation, reward, terminated, truncated, self.info = self._environment.step(action)
         except self._invalid as error:
             return f"error: {error}"
         self._reward = float(reward)
         self.done = bool(terminated or truncated)
-        return seen  # type: ignore[no-any-return]
+        return observation  # type: ignore[no-any-return]
 
     def reward(self) -> float:
         return self._reward

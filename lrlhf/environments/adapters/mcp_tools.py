@@ -16,25 +16,25 @@ from lrlhf.environments.tools import Tool
 class McpTools:
     """The tools of MCP servers.
 
-    Each episode has connections of its own, so what a server keeps in a session stays with the
-    episode. A ``command`` is a process for each episode: start servers that take long to start, or
-    need no state, once by themselves, and give their ``url``. What a tool reports as an error is
-    for the policy to read; a lost server, and content that is no text, such as an image, leave the
-    episode without a score.
+    Each episode has connections of its own, so the state of a session stays with the episode. A
+    ``command`` is a process for each episode: start servers that take long to start, or need no
+    state, once by themselves, and give their ``url``. Errors of a tool are for the policy to read;
+    a lost server, and content that is no text, such as an image, leave the episode without a
+    score.
 
     Args:
-        servers: Of each either ``command``, the program and its arguments, which is talked to over
-            its standard input and output, with ``env``, its environment variables beside ``PATH``
+        servers: Of each either ``command``, the program and its arguments, which is connected over
+            its standard input and output, with ``env``, its environment variables besides ``PATH``
             and the like; or ``url``, of streamable HTTP, with ``headers``.
 
     Raises:
-        ValueError: A server is given in another way.
+        ValueError: A server has other keys.
     """
 
     def __init__(self, servers: Sequence[Mapping[str, Any]]) -> None:
         for server in servers:
-            known = {"command", "env"} if "command" in server else {"url", "headers"}
-            if not {"command", "url"} & set(server) or set(server) - known:
+            keys = {"command", "env"} if "command" in server else {"url", "headers"}
+            if not {"command", "url"} & set(server) or set(server) - keys:
                 raise ValueError(
                     f"McpTools: a server has {', '.join(server) or 'nothing'}: give `command` (and "
                     "`env`), or `url` (and `headers`)"
@@ -48,9 +48,9 @@ class McpTools:
         self._failure: Exception | None = None
 
     async def reset(self) -> None:
-        """Connect, and ask what tools there are."""
+        """Connect, and list the tools."""
         connected = asyncio.get_running_loop().create_future()
-        # the SDK wants connections closed by the task that opened them
+        # the SDK requires that the task that opened connections closes them
         self._connection = asyncio.create_task(self._connect(connected))
         try:
             await connected
@@ -75,7 +75,7 @@ class McpTools:
             await asyncio.wait({self._connection})
 
     async def _connect(self, connected: asyncio.Future[None]) -> None:
-        """Hold the connections until they are to be closed, or one is lost."""
+        """Hold the connections until `close`, or until one is lost."""
         server: Mapping[str, Any] = {}
         try:
             async with AsyncExitStack() as stack:
@@ -83,10 +83,15 @@ class McpTools:
                     self._tools += await self._opened(server, stack)
                 connected.set_result(None)
                 await self._closing.wait()
-        except Exception as error:  # noqa: BLE001  the episode learns of it
+        except Exception as error:  # noqa: BLE001  it fails the episode
             name = server.get("url") or " ".join(server["command"])
             problem = "lost" if connected.done() else f"{name} cannot be reached"
-            self._failure = ConnectionError(f"MCP server {problem}: {_reason(error)}")
+            cause: BaseException = error
+            while isinstance(cause, BaseExceptionGroup):
+                cause = cause.exceptions[0]
+            self._failure = ConnectionError(
+                f"MCP server {problem}: {type(cause).__name__}: {cause}"
+            )
         finally:
             if not connected.done():
                 connected.set_result(None)
@@ -98,15 +103,18 @@ class McpTools:
         tools, cursor = [], None
         while True:
             page = await client.list_tools(cursor=cursor)
-            tools += [self._tool(client, one) for one in page.tools]
+            tools += [
+                Tool.described(
+                    each.name,
+                    partial(self._call, client, each.name),
+                    each.description or "",
+                    each.input_schema,
+                )
+                for each in page.tools
+            ]
             cursor = page.next_cursor
             if cursor is None:
                 return tools
-
-    def _tool(self, client: Any, described: Any) -> Tool:
-        name, description = described.name, described.description or ""
-        call = partial(self._call, client, name)
-        return Tool.described(name, call, description, described.input_schema)
 
     async def _call(self, client: Any, name: str, /, **arguments: Any) -> Any:
         mcp = importlib.import_module("mcp")
@@ -116,7 +124,9 @@ class McpTools:
             if error.code == mcp.types.CONNECTION_CLOSED:
                 self._failure = ConnectionError(f"the MCP server of {name} is gone: {error}")
             raise
-        texts = [_text(block) for block in result.content]
+        texts: list[str | None] = [
+            getattr(getattr(block, "resource", block), "text", None) for block in result.content
+        ]
         if None in texts:
             kind = result.content[texts.index(None)].type
             self._failure = ValueError(
@@ -128,17 +138,6 @@ class McpTools:
         if result.is_error:
             raise RuntimeError(text)
         return text if texts else result.structured_content
-
-
-def _text(content: Any) -> str | None:
-    text: str | None = getattr(getattr(content, "resource", content), "text", None)
-    return text
-
-
-def _reason(error: BaseException) -> str:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return f"{type(error).__name__}: {error}"
 
 
 async def _transport(server: Mapping[str, Any], stack: AsyncExitStack) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from lrlhf.environments.text_environment import TextEnvironment
+from lrlhf.environments.session import TextEnvironment
 from lrlhf.environments.tools import Tool, result_text
 
 _DAY = 86_400.0
@@ -32,8 +32,8 @@ class _Client:
             base_url=url, headers=dict(headers or {}), message_timeout_s=_DAY
         )
         self._observation = observation
-        self._earned = 0.0
-        self._over = False
+        self._reward = 0.0
+        self._done = False
         self._failure: Exception | None = None
 
     async def reset(self, seed: int, options: dict[str, Any] | None = None) -> str:
@@ -50,28 +50,28 @@ class _Client:
     def done(self) -> bool:
         if self._failure is not None:
             raise self._failure
-        return self._over
+        return self._done
 
     def reward(self) -> float:
-        earned, self._earned = self._earned, 0.0
-        return earned
+        reward, self._reward = self._reward, 0.0
+        return reward
 
     async def close(self) -> None:
         await self._client.close()
 
-    async def _taken(self, action: Any) -> Any:
-        """Take a step, and note what it gives."""
+    async def _step(self, action: Any) -> Any:
         return self._noted(await self._client.step(action))
 
     def _noted(self, result: Any) -> Any:
-        self._earned += float(result.reward or 0.0)
-        self._over = bool(result.done)
+        """Note reward and end of a step."""
+        self._reward += float(result.reward or 0.0)
+        self._done = bool(result.done)
         return result
 
     def _read(self, result: Any) -> str:
         if self._observation is None:
-            seen = {name: value for name, value in result.observation.items() if name != "metadata"}
-            return result_text(seen) if seen else ""
+            fields = {key: value for key, value in result.observation.items() if key != "metadata"}
+            return result_text(fields) if fields else ""
         text = result.observation.get(self._observation)
         if not isinstance(text, str):
             raise ValueError(
@@ -88,7 +88,7 @@ class OpenEnvEnvironment(_Client, TextEnvironment):
         url: Of the server, such as ``http://localhost:8000``.
         action: The field of the action that gets the turn, such as ``code`` or ``message``.
         observation: The field of observations that the policy reads, which must be text; None: it
-            reads the whole observation as JSON.
+            reads the complete observation as JSON.
         headers: Of HTTP, such as ``Authorization``.
     """
 
@@ -103,7 +103,7 @@ class OpenEnvEnvironment(_Client, TextEnvironment):
         self._action = action
 
     async def step(self, action: str) -> str:
-        return self._read(await self._taken({self._action: action}))
+        return self._read(await self._step({self._action: action}))
 
 
 class OpenEnvTools(_Client):
@@ -112,7 +112,7 @@ class OpenEnvTools(_Client):
     Args:
         url: Of the server, such as ``http://localhost:8000``.
         observation: The field of the first observation that the policy reads, which must be text;
-            None: it reads the whole observation as JSON.
+            None: it reads the complete observation as JSON.
         headers: Of HTTP, such as ``Authorization``.
     """
 
@@ -124,8 +124,8 @@ class OpenEnvTools(_Client):
         self._tools: list[Tool] = []
 
     async def reset(self, seed: int, options: dict[str, Any] | None = None) -> str:
-        """Connect, begin an episode, and ask what tools there are; see `OpenEnvEnvironment`."""
-        shown = await super().reset(seed, options)
+        """Connect, begin an episode, and list the tools; see `OpenEnvEnvironment`."""
+        observation = await super().reset(seed, options)
         listed = await self._client.step(self._types.ListToolsAction())
         for tool in listed.observation["tools"]:
             name = tool["name"]
@@ -133,7 +133,7 @@ class OpenEnvTools(_Client):
             self._tools.append(
                 Tool.described(name, call, tool["description"], tool["input_schema"])
             )
-        return shown
+        return observation
 
     def offered_tools(self) -> list[Tool]:
         return self._tools
@@ -141,13 +141,13 @@ class OpenEnvTools(_Client):
     async def _call(self, name: str, /, **arguments: Any) -> Any:
         action = self._types.CallToolAction(tool_name=name, arguments=arguments)
         try:
-            told = (await self._taken(action)).observation
+            observation = (await self._step(action)).observation
         except Exception as error:
             self._failure = error  # of the server, and not of the tool
             raise
-        if told.get("error"):
-            raise RuntimeError(told["error"]["message"])
-        result = told["result"]
+        if observation.get("error"):
+            raise RuntimeError(observation["error"]["message"])
+        result = observation["result"]
         if not isinstance(result, Mapping) or "content" not in result:
             return result
         for block in result["content"]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from lrlhf.environments.text_environment import TextEnvironment
+from lrlhf.environments.session import TextEnvironment
 
 _DRAWING = threading.Lock()
 
@@ -17,9 +17,9 @@ _DRAWING = threading.Lock()
 class TextArenaEnvironment(TextEnvironment):
     """A game of TextArena for one player.
 
-    The policy reads the game's instructions at the start and then what the game says after each
-    turn. An invalid move is for the game to judge. What the game gives at its end is the reward of
-    the whole; a game that is cut off before gives 0.
+    The policy reads the game's instructions at the start and then its messages after each turn.
+    The game decides about an invalid move. Its result at the end is the reward of the episode; a
+    game that is cut off before gives 0.
 
     Args:
         id: A game in its version without wrappers, such as ``GuessTheNumber-v0-raw``; the wrapped
@@ -38,7 +38,7 @@ class TextArenaEnvironment(TextEnvironment):
         self._random: Any = None
         self.done = False
         self.info: Mapping[str, Any] = {}
-        """What the game told of its last step, for functions that name ``environments``."""
+        """Of the last step, for reward functions that name ``environments``."""
 
     def reset(self, seed: int) -> str:
         with self._draws():
@@ -55,14 +55,14 @@ class TextArenaEnvironment(TextEnvironment):
         return float((rewards or {}).get(0, 0.0))
 
     def _news(self) -> str:
-        """Return what the game has said since it was asked last."""
+        """Return the messages of the game since the last call."""
         _, messages = self._game.get_observation()
         own = self._textarena.ObservationType.PLAYER_ACTION
         return "\n".join(text for _, text, kind in messages if kind is not own)
 
     @contextmanager
     def _draws(self) -> Iterator[None]:
-        """Let the game have a random state of its own: games use Python's, which is one for all."""
+        """Give the game a random state of its own: games use Python's global one."""
         with _DRAWING:
             outside = random.getstate()
             if self._random is not None:

@@ -12,10 +12,10 @@ from typing import Any
 class VerifiersAgent:
     """An environment of verifiers as an agent, a function for ``model.episodes.agent``.
 
-    verifiers asks the policy through an OpenAI client, in a program of its own, its harness; so it
-    is an agent that lrlhf gives an endpoint, and no environment. What its rewards add up to is the
-    reward of the whole. verifiers' default harness, ``bash``, runs what the policy writes on this
-    machine; ``null`` runs the environment's tools alone. Harnesses need the program ``uv``.
+    verifiers calls the policy through an OpenAI client, in a program of its own, its harness; so
+    it is an agent with an endpoint of lrlhf, and no environment. The sum of its rewards is the
+    reward of the episode. verifiers' default harness, ``bash``, runs what the policy writes on
+    this machine; ``null`` runs the environment's tools alone. Harnesses need the program ``uv``.
 
     Args:
         config: Of the environment, as verifiers has it, such as ``{"taskset": {"id": "gsm8k"},
@@ -42,7 +42,7 @@ class VerifiersAgent:
         ]
 
     async def __call__(self, base_url: str, api_key: str, model: str, idx: int) -> float:
-        """Let the policy work on a task.
+        """Run the policy on a task.
 
         Args:
             base_url: Of the endpoint of the policy.
@@ -51,7 +51,7 @@ class VerifiersAgent:
             idx: Column of the row: the number of the task.
 
         Raises:
-            RuntimeError: The environment could not go on, or several agents play in it.
+            RuntimeError: The environment could not go on, or has several agents.
         """
         key = f"LRLHF_{uuid.uuid4().hex}"  # verifiers takes keys from the environment alone
         client = self._verifiers.EvalClientConfig(base_url=base_url, api_key_var=key)
@@ -68,7 +68,7 @@ class VerifiersAgent:
             raise RuntimeError(errors[0].message if errors else "the episode is not ok")
         if len(episode.traces) != 1:
             raise RuntimeError(
-                f"{len(episode.traces)} agents play in {self._config.env_id}, and one reward is "
-                "wanted: take an environment of one"
+                f"{len(episode.traces)} agents act in {self._config.env_id}, and an episode has "
+                "one reward: take an environment with one agent"
             )
         return float(episode.traces[0].reward)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import math_verify
 
 _MAX_LENGTH = 300
-# what a computer algebra system would work out for ever, and is not even tried: towers, huge
+# what a computer algebra system would compute for ever, and is not even tried: towers, huge
 # powers, factorials
 _EXPLOSIVE = re.compile(r"(?:\^|\*\*)[\s{(+-]*\d{4,}|(?:\^|\*\*)[^=,]*(?:\^|\*\*)|!")
 _MATH = re.compile(r"\$|\\boxed|\\\(|\\\[")
@@ -23,28 +23,28 @@ for _name in ("math_verify.parser", "math_verify.grader"):
     )
 
 
-def compare(right: Sequence[str], given: Sequence[str]) -> list[float | None]:
-    """Compare right answers with given ones, pair by pair.
+def compare(right: Sequence[str], answer: Sequence[str]) -> list[float | None]:
+    """Compare right answers with those of responses, pair by pair.
 
-    Whoever calls it limits the time: a binomial of six digits takes hours. math-verify's own
-    timeouts are signals, which do not end a computation in C; they are off.
+    The caller limits the time: a binomial of six digits takes hours. math-verify's own timeouts
+    are signals, which do not end a computation in C; they are off.
 
     Args:
         right: The right answers: LaTeX, or expressions.
-        given: The responses' answers, words around them allowed.
+        answer: The responses' answers, words around them allowed.
 
     Returns:
         1 or 0; None where the right answer cannot be read.
     """
-    return [_equal(*pair) for pair in zip(right, given, strict=True)]
+    return [_equal(*pair) for pair in zip(right, answer, strict=True)]
 
 
-def _equal(right: str, given: str) -> float | None:
+def _equal(right: str, answer: str) -> float | None:
     target = _parse(right)
     if not target:
         return None
-    found = _parse(given)
-    return float(bool(found) and math_verify.verify(target, found, timeout_seconds=None))
+    parsed = _parse(answer)
+    return float(bool(parsed) and math_verify.verify(target, parsed, timeout_seconds=None))
 
 
 def _parse(text: str) -> list[object]:

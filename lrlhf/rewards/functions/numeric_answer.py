@@ -22,7 +22,7 @@ from lrlhf.rewards.function import (
 from lrlhf.rewards.functions.one_by_one import (
     TextPattern,
     UnjudgedError,
-    judged,
+    scores_one_by_one,
     shared,
 )
 from lrlhf.rewards.reward_values import shorten
@@ -54,7 +54,7 @@ class NumericAnswer(RewardFunction):
     else the whole column. Units, currency and percent signs and thousands separators are ignored.
     An answer that is not a number is compared as an expression by ``math-verify`` in a separate
     process. A response whose comparison exceeds ``timeout`` scores 0 and is reported. Thoughts up
-    to ``</think>`` hold no answer (a regular expression may look at them), and neither does a
+    to ``</think>`` hold no answer (a regular expression may match in them), and neither does a
     thought that is never closed.
 
     Args:
@@ -94,10 +94,10 @@ class NumericAnswer(RewardFunction):
         self._timeout = timeout
         self._unreadable: set[str] = set()
         """Right answers that math-verify does not finish reading."""
-        self._told = False
+        self._warned = False
 
     def prepare(self) -> None:
-        """Start the process with math-verify, which takes a second, if it is sure to be used.
+        """Start the process with math-verify, which takes a second, if it is certain to be used.
 
         Raises:
             ImportError: It must be used and is not installed.
@@ -111,44 +111,44 @@ class NumericAnswer(RewardFunction):
 
     def __call__(self, *, completions: Sequence[Completion], **columns: Any) -> list[float | None]:
         answers = column_of(columns, self.answer_column, setting="answer_column")
-        return judged(
+        return scores_one_by_one(
             lambda row, share: self._score(completion_text(completions[row]), answers[row], share),
             len(completions),
         )
 
     def answer_of(self, text: str) -> str | None:
         """Return the number in a response, else what may be an expression; for majority votes."""
-        text = self._said(text)
-        number = self._given_number(text)
+        text = self._searched(text)
+        number = self._number(text)
         if number is not None:
             return str(number)
-        expression = self._given_text(text)
+        expression = self._expression(text)
         return None if expression is None else "".join(expression.split()) or None
 
     def _score(self, text: str, answer: object, share: float) -> float | None:
         if answer is None:
             return None
-        text = self._said(text)
+        text = self._searched(text)
         right_text = _right_part(str(answer))
         right = only_number(right_text)
         if right is not None:
-            given = self._given_number(text)
+            number = self._number(text)
             accepted = self._tolerance * max(Fraction(1), abs(right))
-            if given is not None and abs(given - right) <= accepted:
+            if number is not None and abs(number - right) <= accepted:
                 return 1.0
             if self._use_math_verify is not True:
                 return 0.0
         elif self._use_math_verify is False or not _has_math_verify():
-            self._tell(answer)
+            self._warn(answer)
             return None
-        given_text = self._given_text(text)
-        return 0.0 if given_text is None else self._equal(right_text, given_text, share)
+        expression = self._expression(text)
+        return 0.0 if expression is None else self._equal(right_text, expression, share)
 
-    def _equal(self, right: str, given: str, share: float) -> float | None:
+    def _equal(self, right: str, answer: str, share: float) -> float | None:
         if right in self._unreadable:
             return None
         try:
-            return shared(_COMPARE).ask(share * self._timeout, right=right, given=given)
+            return shared(_COMPARE).score(share * self._timeout, right=right, answer=answer)
         except UnjudgedError:
             self._check_readable(right)
             if right not in self._unreadable:
@@ -157,7 +157,7 @@ class NumericAnswer(RewardFunction):
 
     def _check_readable(self, right: str) -> None:
         try:
-            shared(_COMPARE).ask(self._timeout, right=right, given=right)
+            shared(_COMPARE).score(self._timeout, right=right, answer=right)
         except UnjudgedError as error:
             self._unreadable.add(right)
             logger.warning(
@@ -167,11 +167,11 @@ class NumericAnswer(RewardFunction):
                 str(error).splitlines()[-1],
             )
 
-    def _said(self, text: str) -> str:
+    def _searched(self, text: str) -> str:
         """Return the part of a response that may hold the answer."""
         return outside_thoughts(text) if self._pattern is None else before_open_thought(text)
 
-    def _given_number(self, text: str) -> Fraction | None:
+    def _number(self, text: str) -> Fraction | None:
         if self._which == "boxed":
             inside = boxed(text)
             return None if inside is None else only_number(inside.rpartition("=")[2])
@@ -184,7 +184,7 @@ class NumericAnswer(RewardFunction):
             return None
         return numbers[0 if self._which == "first" else -1]
 
-    def _given_text(self, text: str) -> str | None:
+    def _expression(self, text: str) -> str | None:
         """Return the part of the response that may be an expression."""
         if self._pattern is not None:
             return self._pattern.last(text)
@@ -195,9 +195,9 @@ class NumericAnswer(RewardFunction):
         lines = [line for line in text.splitlines() if line.strip()]
         return lines[0 if self._which == "first" else -1] if lines else None
 
-    def _tell(self, answer: object) -> None:
-        if not self._told:
-            self._told = True
+    def _warn(self, answer: object) -> None:
+        if not self._warned:
+            self._warned = True
             logger.warning(
                 "NumericAnswer: the right answer %s is no number, and gives no score: install "
                 "math-verify (pip install 'lrlhf[math]') and leave use_math_verify at auto, or set "
@@ -237,15 +237,15 @@ def only_number(text: str) -> Fraction | None:
 
 
 def boxed(text: str) -> str | None:
-    r"""Return what the last complete ``\boxed{...}`` holds, inner braces included."""
-    found: tuple[int, int] | None = None
-    unclosed: list[int | None] = []  # braces, of boxes where what they hold begins
+    r"""Return the content of the last complete ``\boxed{...}``, inner braces included."""
+    last: tuple[int, int] | None = None
+    unclosed: list[int | None] = []  # braces, of boxes with the start of their content
     for match in _BRACE.finditer(text):
         if match[0] != "}":
             unclosed.append(match.end() if "boxed" in match[0] else None)
-        elif unclosed and (start := unclosed.pop()) is not None and start > (found or (-1,))[0]:
-            found = (start, match.start())
-    return None if found is None else text[slice(*found)]
+        elif unclosed and (start := unclosed.pop()) is not None and start > (last or (-1,))[0]:
+            last = (start, match.start())
+    return None if last is None else text[slice(*last)]
 
 
 def _tidy(text: str) -> str:

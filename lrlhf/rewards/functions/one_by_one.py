@@ -1,7 +1,7 @@
-"""Judging responses one after the other, where one of them may take for ever.
+"""Scoring responses one after the other, where one of them may take for ever.
 
-Two things judge with a limit to their time: a function in a process of its own, and a regular
-expression of the configuration.
+Two scorers have a limit of time: a function in a process of its own, and a regular expression of
+the configuration.
 """
 
 from __future__ import annotations
@@ -16,8 +16,14 @@ from typing import Any
 
 import regex
 
-from lrlhf.rewards.dispatch import while_wanted
-from lrlhf.rewards.function import PartialValues, RewardError, first_of
+from lrlhf.rewards.dispatch import until_timeout
+from lrlhf.rewards.function import (
+    PartialValues,
+    RewardError,
+    before_open_thought,
+    first_failure,
+    outside_thoughts,
+)
 from lrlhf.rewards.isolation.isolated_worker import Worker, WorkerError
 from lrlhf.rewards.reward_values import finite_number
 
@@ -30,25 +36,27 @@ _LITERAL_BRACE = re.compile(r"(?<!\\)(?<!\\N)((?:\\\\)*)\{(?!\d*,?\d*\})")
 
 
 class UnjudgedError(Exception):
-    """A response that could not be judged in time, or made what judges it fail."""
+    """A response that could not be scored in time, or made its scorer fail."""
 
 
-def judged(score: Callable[[int, float], float | None], count: int) -> list[float | None]:
-    """Score one response after the other; one that cannot be judged gets 0, and is reported.
+def scores_one_by_one(
+    score: Callable[[int, float], float | None], count: int
+) -> list[float | None]:
+    """Score one response after the other; one that cannot be scored gets 0, and is reported.
 
-    It is not shown to be right. Were it left out instead, one such response could stop a run of
-    small batches, and every resume of it, which draws the same responses. It counts as a failure,
-    so that a run ends in which what judges is itself broken. Each one halves the time of those
-    after it, so that many of them do not use up the time of the batch.
+    Were it left out instead, one such response could stop a run of small batches, and every resume
+    of it, which draws the same responses. It counts as a failure, so that a run with a broken
+    scorer ends. Each one halves the time of those after it, so that many of them do not use up the
+    time of the batch.
 
     Args:
-        score: Given the number of the response, and the share of the usual time that it has;
-            raises `UnjudgedError`.
+        score: Receives the index of the response, and its share of the usual time; raises
+            `UnjudgedError`.
         count: Responses.
     """
     values: list[float | None] = []
     reasons: dict[int, str] = {}
-    for row in while_wanted(range(count)):
+    for row in until_timeout(range(count)):
         try:
             values.append(score(row, max(_LEAST_SHARE, 0.5 ** len(reasons))))
         except UnjudgedError as error:
@@ -56,16 +64,16 @@ def judged(score: Callable[[int, float], float | None], count: int) -> list[floa
             reasons[row] = str(error)
     if not reasons:
         return values
-    what = f"{len(reasons)} of {count} responses could not be judged and count 0"
-    return PartialValues(values, first_of(reasons, what), failed=len(reasons))
+    what = f"{len(reasons)} of {count} responses could not be scored and count 0"
+    return PartialValues(values, first_failure(reasons, what), failed=len(reasons))
 
 
 class OneByOne:
-    """A function that judges one response at a time, in a process of its own.
+    """A function that scores one response at a time, in a process of its own.
 
-    For libraries that work out what a text says: a policy can write what keeps them busy for
-    hours, with Python's lock held, so that no thread can stop them. The process is killed then,
-    and a new one started for the next response.
+    For libraries that evaluate texts: a policy can write one that keeps them busy for hours, with
+    Python's lock held, so that no thread can stop them. The process is killed then, and a new one
+    started for the next response.
 
     Args:
         function: ``file.py:name`` in this folder. The process imports the file alone and not this
@@ -90,8 +98,8 @@ class OneByOne:
             except WorkerError as error:
                 raise RewardError(f"{self._function} cannot be started: {error}") from error
 
-    def ask(self, timeout: float, **arguments: Any) -> float | None:
-        """Return what the function says of one response.
+    def score(self, timeout: float, **arguments: Any) -> float | None:
+        """Return the function's value of one response.
 
         Args:
             timeout: Seconds.
@@ -105,7 +113,7 @@ class OneByOne:
         request = {"arguments": lists, "seconds": timeout, "loggers": []}
         with self._lock:
             try:
-                reply = self._worker.ask(request, timeout)
+                reply = self._worker.send(request, timeout)
             except WorkerError as error:
                 raise UnjudgedError(str(error)) from None
         if "error" in reply:
@@ -115,7 +123,7 @@ class OneByOne:
 
 
 def shared(function: str) -> OneByOne:
-    """Return the one process for a function that all rewards of this process share."""
+    """Return the process of a function that all rewards of this process share."""
     return _shared(function, os.getpid())
 
 
@@ -131,7 +139,7 @@ class TextPattern:
 
     Args:
         pattern: In the syntax of ``re``.
-        setting: The option that holds it, for the error.
+        setting: Its option, for the error.
 
     Raises:
         ValueError: It is not valid.
@@ -144,41 +152,49 @@ class TextPattern:
         except (re.error, regex.error) as error:
             raise ValueError(f"{setting} {pattern!r} is no regular expression: {error}") from error
 
-    def matches(self, text: str, *, whole: bool, share: float = 1.0) -> bool:
-        """Whether the text has a match; with ``whole``, whether all of it is one.
+    def matches(self, text: str, *, full: bool, share: float = 1.0) -> bool:
+        """Return whether the text has a match; with ``full``, whether all of it is one.
 
-        Args:
-            text: To look in.
-            whole: See above.
-            share: Of the time that it may take.
+        ``share`` is the part of the usual time that it may take.
 
         Raises:
-            UnjudgedError: It is not found out in time.
+            UnjudgedError: It takes longer.
         """
-        match = self._pattern.fullmatch if whole else self._pattern.search
+        match = self._pattern.fullmatch if full else self._pattern.search
         try:
             return match(text, timeout=share * _TIMEOUT_S) is not None
         except TimeoutError:
-            raise self._too_slow(share) from None
+            raise self._timeout_error(share) from None
 
     def last(self, text: str, *, share: float = 1.0) -> str | None:
-        """Return what the last match holds: its first group, if there is one and it took part.
+        """Return the last match, or its first group, if there is one and it took part.
 
         Raises:
-            UnjudgedError: It is not found in time.
+            UnjudgedError: It takes longer than ``share`` of the usual time.
         """
         try:
             matches = list(self._pattern.finditer(text, timeout=share * _TIMEOUT_S))
         except TimeoutError:
-            raise self._too_slow(share) from None
+            raise self._timeout_error(share) from None
         if not matches:
             return None
         group = matches[-1].group(1) if self._pattern.groups else None
         return str(matches[-1].group(0) if group is None else group)
 
-    def _too_slow(self, share: float) -> UnjudgedError:
+    def _timeout_error(self, share: float) -> UnjudgedError:
         return UnjudgedError(
             f"the regular expression {self._pattern.pattern!r} was not done with it after "
             f"{share * _TIMEOUT_S:.2g} s of CPU time: write it so that no text can be matched in "
             "many ways"
         )
+
+
+def extracted(text: str, pattern: TextPattern | None, share: float = 1.0) -> str | None:
+    """Return the answer in a response: outside of thoughts, or the last match of a pattern.
+
+    Raises:
+        UnjudgedError: The pattern takes longer than ``share`` of the usual time.
+    """
+    if pattern is None:
+        return outside_thoughts(text)
+    return pattern.last(before_open_thought(text), share=share)

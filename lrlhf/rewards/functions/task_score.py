@@ -13,13 +13,11 @@ from lrlhf.rewards.function import (
     LogMetric,
     RewardError,
     RewardFunction,
-    before_open_thought,
     check_positive,
     column_of,
     completion_text,
-    outside_thoughts,
 )
-from lrlhf.rewards.functions.one_by_one import TextPattern, judged, shared
+from lrlhf.rewards.functions.one_by_one import TextPattern, extracted, scores_one_by_one, shared
 from lrlhf.types import Episode
 
 _SCORERS = "task_scorers.py:score"
@@ -27,19 +25,19 @@ _COLUMNS = ("question", "answer", "metadata")
 
 
 class ReasoningGymScore(RewardFunction):
-    """What the ``reasoning-gym`` task itself gives the response, from 0 to 1.
+    """The score of the ``reasoning-gym`` task's own scorer, from 0 to 1.
 
     Needs the columns ``question``, ``answer`` and ``metadata`` of
     ``lrlhf.datamodules.ReasoningGym``; rows of several tasks may be mixed. Rows without
     ``metadata`` get no score. A response that the task's scorer cannot read, or does not finish
     with in time, gets 0, and ``rewards/reasoning_gym/unreadable`` counts it. The scorers run in a
-    process of their own: some of them compute whatever a response says. Thoughts up to
-    ``</think>`` are no part of the answer; a thought that is never closed has none.
+    process of their own: some of them evaluate the response. Thoughts up to ``</think>`` are no
+    part of the answer; a thought that is never closed has none.
 
     Args:
         strict: 1 for full marks, else 0; otherwise partial credit counts, which many tasks give
             to a right answer inside a longer text.
-        extract: Regular expression; what its last match in the response holds (its first group,
+        extract: Regular expression; its last match in the response (or the first group of that,
             if it has one) is the answer. Without a match there is no answer.
         timeout: Seconds that the task's scorer may take for one response.
     """
@@ -78,30 +76,25 @@ class ReasoningGymScore(RewardFunction):
             if entry["metadata"] is None:
                 return None
             unreadable.add(row)
-            found = self._score(completion_text(completions[row]), entry, share)
-            if found is not None:
+            answer = self._answer(completion_text(completions[row]), share)
+            value = shared(_SCORERS).score(
+                share * self._timeout, task=_task_of(entry), answer=answer, entry=entry
+            )
+            if value is not None:
                 unreadable.remove(row)
-            return found or 0.0
+            return float(value >= 1) if self._strict and value is not None else value or 0.0
 
-        scores = judged(score, len(entries))
+        scores = scores_one_by_one(score, len(entries))
         log_metric("reasoning_gym/unreadable", len(unreadable) / max(1, len(scores)))
         return scores
 
     def answer_of(self, text: str) -> str | None:
-        """Return what the task's scorer is given; for majority votes."""
+        """Return the answer for the task's scorer; for majority votes."""
         return self._answer(text)
 
     def _answer(self, text: str, share: float = 1.0) -> str | None:
-        if self._extract is None:
-            return outside_thoughts(text).strip()
-        found = self._extract.last(before_open_thought(text), share=share)
-        return None if found is None else found.strip()
-
-    def _score(self, text: str, entry: Mapping[str, Any], share: float) -> float | None:
-        task = _task_of(entry)
-        answer = self._answer(text, share)
-        score = shared(_SCORERS).ask(share * self._timeout, task=task, answer=answer, entry=entry)
-        return float(score >= 1) if self._strict and score is not None else score
+        answer = extracted(text, self._extract, share)
+        return None if answer is None else answer.strip()
 
 
 def _task_of(entry: Mapping[str, Any]) -> str:
@@ -124,14 +117,14 @@ def _load() -> None:
 
 
 class EnvironmentReward(RewardFunction):
-    """Sums what an environment's ``reward`` and ``get_reward`` gave for the turns of an episode.
+    """The sum of an environment's ``reward`` and ``get_reward`` over the turns of an episode.
 
-    Algorithms that look at single turns see what each of them earned, see `Advantage.credit`.
+    Algorithms with credit for single turns use the reward of each, see `Advantage.credit`.
     """
 
     sums_turns: ClassVar[bool] = True
 
-    def __call__(  # type: ignore[override]  # asks for what only rollouts of episodes have
+    def __call__(  # type: ignore[override]  # an argument that only episodes have
         self, *, episodes: Sequence[Episode], **columns: Any
     ) -> list[float | None]:
         """Return the sum of each episode's rewards; None: it failed.

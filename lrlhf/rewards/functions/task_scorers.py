@@ -1,6 +1,6 @@
 """The scorers of reasoning-gym, for a process of their own: imports nothing of this library.
 
-They evaluate what a response says, some of them as Python or as mathematics of any size.
+Some of them evaluate a response as Python or as mathematics of any size.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 with warnings.catch_warnings():
-    # a dependency compares text with `is`, which Python remarks on once
+    # a dependency compares text with `is`, which Python warns of once
     warnings.simplefilter("ignore", SyntaxWarning)
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
@@ -37,7 +37,7 @@ def score(
     task: Sequence[str], answer: Sequence[str | None], entry: Sequence[Mapping[str, Any]]
 ) -> list[float | None]:
     """Return each answer's score from 0 to 1; None where the task's scorer cannot read it."""
-    return [_score(*given) for given in zip(task, answer, entry, strict=True)]
+    return [_score(*row) for row in zip(task, answer, entry, strict=True)]
 
 
 def _score(task: str, answer: str | None, entry: Mapping[str, Any]) -> float | None:

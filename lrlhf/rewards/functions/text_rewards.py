@@ -9,12 +9,10 @@ from typing import Any, Literal
 from lrlhf.rewards.function import (
     Completion,
     RewardFunction,
-    before_open_thought,
     column_of,
     completion_text,
-    outside_thoughts,
 )
-from lrlhf.rewards.functions.one_by_one import TextPattern, judged
+from lrlhf.rewards.functions.one_by_one import TextPattern, extracted, scores_one_by_one
 
 _EDGES = " \t\n\r.,;:!?\"'`"
 
@@ -27,8 +25,8 @@ class ExactMatch(RewardFunction):
     Args:
         answer_column: Data column with the answer, or with a list of accepted answers.
         normalize: Ignore case, runs of white space, and punctuation and quotes at both ends.
-        extract: Regular expression; what its last match in the response holds (its first group,
-            if it has one) is compared instead of the whole response. Without a match: 0.
+        extract: Regular expression; its last match in the response (or the first group of that,
+            if it has one) is compared instead of the complete response. Without a match: 0.
     """
 
     @classmethod
@@ -44,31 +42,24 @@ class ExactMatch(RewardFunction):
 
     def __call__(self, *, completions: Sequence[Completion], **columns: Any) -> list[float | None]:
         answers = column_of(columns, self.answer_column, setting="answer_column")
-        return judged(
-            lambda row, share: self._score(completion_text(completions[row]), answers[row], share),
-            len(completions),
-        )
+
+        def score(row: int, share: float) -> float | None:
+            if (answer := answers[row]) is None:
+                return None
+            accepted = answer if isinstance(answer, list | tuple) else [answer]
+            text = extracted(completion_text(completions[row]), self._extract, share)
+            if text is None:
+                return 0.0
+            return float(self._normalized(text) in {self._normalized(str(one)) for one in accepted})
+
+        return scores_one_by_one(score, len(completions))
 
     def answer_of(self, text: str) -> str | None:
-        """Return what is compared, in the form in which it is; for majority votes."""
-        found = self._found(text)
-        return None if found is None else self._form(found)
+        """Return the text that is compared; for majority votes."""
+        answer = extracted(text, self._extract)
+        return None if answer is None else self._normalized(answer)
 
-    def _found(self, text: str, share: float = 1.0) -> str | None:
-        if self._extract is None:
-            return outside_thoughts(text)
-        return self._extract.last(before_open_thought(text), share=share)
-
-    def _score(self, text: str, answer: object, share: float) -> float | None:
-        if answer is None:
-            return None
-        accepted = answer if isinstance(answer, list | tuple) else [answer]
-        found = self._found(text, share)
-        if found is None:
-            return 0.0
-        return float(self._form(found) in {self._form(str(entry)) for entry in accepted})
-
-    def _form(self, text: str) -> str:
+    def _normalized(self, text: str) -> str:
         if not self._normalize:
             return text
         text = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
@@ -76,13 +67,13 @@ class ExactMatch(RewardFunction):
 
 
 class RegexFormat(RewardFunction):
-    """1 where the response has the wanted form, else 0.
+    """1 where the response matches a regular expression, else 0.
 
     Args:
         pattern: Regular expression; ``.`` matches line breaks too.
-        full_match: The whole response must match, white space at its ends aside; otherwise the
+        full_match: The complete response must match, white space at its ends aside; otherwise the
             pattern may match anywhere.
-        prefix: Put before the response, for what the chat template has said already, such as
+        prefix: Put before the response, for what the chat template has written already, such as
             ``<think>``.
     """
 
@@ -92,13 +83,11 @@ class RegexFormat(RewardFunction):
         self._prefix = prefix
 
     def __call__(self, *, completions: Sequence[Completion], **columns: Any) -> list[float | None]:
-        return judged(
-            lambda row, share: self._score(self._prefix + completion_text(completions[row]), share),
-            len(completions),
-        )
+        def score(row: int, share: float) -> float:
+            text = (self._prefix + completion_text(completions[row])).strip()
+            return float(self._pattern.matches(text, full=self._full_match, share=share))
 
-    def _score(self, text: str, share: float) -> float:
-        return float(self._pattern.matches(text.strip(), whole=self._full_match, share=share))
+        return scores_one_by_one(score, len(completions))
 
 
 Unit = Literal["tokens", "words", "characters"]
@@ -113,7 +102,7 @@ class LengthPenalty(RewardFunction):
         target: Length that costs nothing.
         slope: Penalty per unit of length.
         side: ``over``: only longer responses cost; ``under``: only shorter ones; ``both``.
-        unit: What is counted: ``tokens`` (the end-of-sequence token included), ``words`` or
+        unit: Of the length: ``tokens`` (the end-of-sequence token included), ``words`` or
             ``characters``.
         max_penalty: Nothing costs more.
     """
@@ -129,11 +118,8 @@ class LengthPenalty(RewardFunction):
         _at_least("target", target, 0)
         _at_least("slope", slope, 0)
         _at_least("max_penalty", max_penalty, 0)
-        self._target = target
-        self._slope = slope
-        self._side = side
-        self._unit = unit
-        self._max_penalty = max_penalty
+        self._target, self._slope, self._side = target, slope, side
+        self._unit, self._max_penalty = unit, max_penalty
 
     def __call__(
         self,
@@ -142,16 +128,12 @@ class LengthPenalty(RewardFunction):
         completion_ids: Sequence[Sequence[int]],
         **columns: Any,
     ) -> list[float]:
-        return [
-            -min(self._max_penalty, self._slope * self._distance(len(units)))
-            for units in _units(completions, completion_ids, self._unit)
-        ]
-
-    def _distance(self, length: int) -> int:
-        excess = length - self._target
-        if self._side == "both":
-            return abs(excess)
-        return max(0, excess if self._side == "over" else -excess)
+        penalties = []
+        for units in _units(completions, completion_ids, self._unit):
+            excess = len(units) - self._target
+            distances = {"both": abs(excess), "over": max(0, excess), "under": max(0, -excess)}
+            penalties.append(-min(self._max_penalty, self._slope * distances[self._side]))
+        return penalties
 
 
 class OverlongPenalty(RewardFunction):
@@ -181,10 +163,8 @@ class OverlongPenalty(RewardFunction):
         self._factor = factor
 
     def __call__(self, *, completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
-        return [-self._factor * self._part(len(ids)) for ids in completion_ids]
-
-    def _part(self, length: int) -> float:
-        return min(1.0, max(0.0, (length - self._free) / self._buffer))
+        parts = ((len(ids) - self._free) / self._buffer for ids in completion_ids)
+        return [-self._factor * min(1.0, max(0.0, part)) for part in parts]
 
 
 class RepetitionPenalty(RewardFunction):
@@ -195,15 +175,13 @@ class RepetitionPenalty(RewardFunction):
     Args:
         ngram: Length of the repeated pieces.
         unit: Made of ``tokens``, ``words`` or ``characters``.
-        max_penalty: Penalty that endless repetition comes close to.
+        max_penalty: Limit of the penalty for endless repetition.
     """
 
     def __init__(self, ngram: int = 4, unit: Unit = "words", max_penalty: float = 1.0) -> None:
         _at_least("ngram", ngram, 1)
         _at_least("max_penalty", max_penalty, 0)
-        self._ngram = ngram
-        self._unit = unit
-        self._max_penalty = max_penalty
+        self._ngram, self._unit, self._max_penalty = ngram, unit, max_penalty
 
     def __call__(
         self,
@@ -212,17 +190,12 @@ class RepetitionPenalty(RewardFunction):
         completion_ids: Sequence[Sequence[int]],
         **columns: Any,
     ) -> list[float]:
-        return [
-            -self._max_penalty * self._repeated(units)
-            for units in _units(completions, completion_ids, self._unit)
-        ]
-
-    def _repeated(self, units: Sequence[Any]) -> float:
-        count = len(units) - self._ngram + 1
-        if count < 1:
-            return 0.0
-        pieces = {tuple(units[start : start + self._ngram]) for start in range(count)}
-        return 1 - len(pieces) / count
+        penalties = []
+        for units in _units(completions, completion_ids, self._unit):
+            count = len(units) - self._ngram + 1
+            ngrams = {tuple(units[start : start + self._ngram]) for start in range(count)}
+            penalties.append(-self._max_penalty * (1 - len(ngrams) / count if count > 0 else 0.0))
+        return penalties
 
 
 def _units(

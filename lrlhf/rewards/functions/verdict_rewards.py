@@ -1,4 +1,4 @@
-"""Rewards of a judge in training: whether its verdict on a pair is right, and whether it is one."""
+"""Rewards for training a judge: whether its verdict on a pair is right and well formed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from lrlhf.rewards.reward_values import shorten
 from lrlhf.statistics.intervals import Outcomes
 
 
-class _Said(NamedTuple):
-    """What is kept of a response."""
+class _Observed(NamedTuple):
+    """The verdict of a response, for the shares of an evaluation."""
 
     pair: Hashable
     """Responses of one pair depend on each other; without a pair, those of one row."""
@@ -36,14 +36,14 @@ class VerdictCorrect(RewardFunction):
     right one. The rows are those of `VerdictTasks`. Responses are
     logged with ``verdict``, ``correct`` and ``reasoning``.
 
-    Evaluations also say, each with a 95 % interval that holds answers to one pair for dependent:
-    ``accuracy``; ``malformed``, the share without a verdict; ``accuracy_first`` and
+    Evaluations have further metrics, each with a 95 % interval in which answers to one pair are
+    dependent: ``accuracy``; ``malformed``, the share without a verdict; ``accuracy_first`` and
     ``accuracy_second``, of pairs whose better candidate stands first or second, which are equal
-    for a judge that does not mind positions; and of pairs that are asked about in both orders
-    ``swap_consistency``, the share whose verdicts are both clear and name the same candidate.
+    for a judge without position bias; and of pairs in both orders ``swap_consistency``, the share
+    whose verdicts are both clear and name the same candidate.
 
     Args:
-        form: Of the verdict: ``line``, ``direct`` or ``answer``, as of the data.
+        form: Format of the verdict: ``line``, ``direct`` or ``answer``, as of the data.
         gold_column: Data column with the right verdict: ``A``, ``B`` or ``tie``.
     """
 
@@ -66,9 +66,9 @@ class VerdictCorrect(RewardFunction):
         **columns: Any,
     ) -> list[float | None]:
         gold = column_of(columns, self._gold_column, setting="gold_column")
-        gold = [self._checked(one) for one in gold]
+        gold = [self._checked(right) for right in gold]
         texts = [completion_text(completion) for completion in completions]
-        verdicts = [*map(self._verdict, texts, _all_of(truncated, texts))]
+        verdicts = [*map(self._verdict, texts, truncated or [False] * len(texts))]
         correct = [
             None if right is None else right == verdict
             for right, verdict in zip(gold, verdicts, strict=True)
@@ -76,7 +76,7 @@ class VerdictCorrect(RewardFunction):
         log_extra("verdict", verdicts)
         log_extra("correct", correct)
         log_extra("reasoning", [self._form.reasoning(text) for text in texts])
-        return [None if one is None else float(one) for one in correct]
+        return [None if value is None else float(value) for value in correct]
 
     def answer_of(self, text: str, *, truncated: bool = False) -> str | None:
         """Return the verdict, for majority votes."""
@@ -84,12 +84,12 @@ class VerdictCorrect(RewardFunction):
 
     def observed(
         self, text: str, columns: Mapping[str, Any], *, truncated: bool, row: Hashable
-    ) -> _Said:
+    ) -> _Observed:
         """Return what the shares need of a response."""
         pair, exchanged = columns.get("pair"), bool(columns.get("exchanged"))
         gold = self._checked(columns.get(self._gold_column))
         verdict = self._verdict(text, truncated)
-        return _Said(("row", row) if pair is None else str(pair), exchanged, gold, verdict)
+        return _Observed(("row", row) if pair is None else str(pair), exchanged, gold, verdict)
 
     def _verdict(self, text: str, truncated: bool) -> Choice | None:
         return None if truncated else self._form.read(text)
@@ -103,32 +103,28 @@ class VerdictCorrect(RewardFunction):
             f"be {', '.join(SWAPPED)}, or null where there is no right one"
         )
 
-    def shares(self, observed: Sequence[_Said]) -> dict[str, Outcomes]:
-        """Return what all responses say, see the class."""
-        judged = [one for one in observed if one.gold is not None]
-        right = {
-            name: [one for one in judged if one.gold in golds]
-            for name, golds in (
-                ("accuracy", ("A", "B", "tie")),
-                ("accuracy_first", ("A",)),
-                ("accuracy_second", ("B",)),
-            )
-        }
-        found = {
-            name: Outcomes([one.verdict == one.gold for one in own], [one.pair for one in own])
-            for name, own in right.items()
-        }
-        malformed = [one.verdict is None for one in observed]
-        found["malformed"] = Outcomes(malformed, [one.pair for one in observed])
-        found["swap_consistency"] = _consistency(observed)
-        return {name: one for name, one in found.items() if one.outcomes}
+    def shares(self, observed: Sequence[_Observed]) -> dict[str, Outcomes]:
+        """Return the metrics over all responses, see the class."""
+        shares = {}
+        for name, golds in (
+            ("accuracy", ("A", "B", "tie")),
+            ("accuracy_first", ("A",)),
+            ("accuracy_second", ("B",)),
+        ):
+            own = [each for each in observed if each.gold in golds]
+            correct = [each.verdict == each.gold for each in own]
+            shares[name] = Outcomes(correct, [each.pair for each in own])
+        malformed = [each.verdict is None for each in observed]
+        shares["malformed"] = Outcomes(malformed, [each.pair for each in observed])
+        shares["swap_consistency"] = _consistency(observed)
+        return {name: share for name, share in shares.items() if share.outcomes}
 
 
 class VerdictFormat(RewardFunction):
-    """1 where the response has a clear verdict of the wanted form and was not cut off, else 0.
+    """1 where the response has a clear verdict in the right format and was not cut off, else 0.
 
     Args:
-        form: Of the verdict: ``line``, ``direct`` or ``answer``, as of the data.
+        form: Format of the verdict: ``line``, ``direct`` or ``answer``, as of the data.
         reasoning: Whether some reasoning must stand before it.
     """
 
@@ -143,34 +139,23 @@ class VerdictFormat(RewardFunction):
         truncated: Sequence[bool] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        cut = _all_of(truncated, completions)
-        return [
-            float(not ended and self._is_one(completion_text(one)))
-            for one, ended in zip(completions, cut, strict=True)
-        ]
-
-    def _is_one(self, text: str) -> bool:
-        if self._form.read(text) is None:
-            return False
-        return bool(self._form.reasoning(text)) or not self._reasoning
+        values: list[float | None] = []
+        cut_off = truncated or [False] * len(completions)
+        for text, cut in zip(map(completion_text, completions), cut_off, strict=True):
+            reasoned = bool(self._form.reasoning(text)) or not self._reasoning
+            values.append(float(not cut and self._form.read(text) is not None and reasoned))
+        return values
 
 
-def _all_of(truncated: Sequence[bool] | None, responses: Sequence[Any]) -> Sequence[bool]:
-    """Return which responses were cut off; where nobody knows, none was."""
-    return [False] * len(responses) if truncated is None else truncated
-
-
-def _consistency(observed: Sequence[_Said]) -> Outcomes:
+def _consistency(observed: Sequence[_Observed]) -> Outcomes:
     """Compare each answer to a pair with that in the other order, the first with the first."""
-    orders: defaultdict[Hashable, tuple[list[_Said], list[_Said]]] = defaultdict(lambda: ([], []))
-    for one in observed:
-        orders[one.pair][one.exchanged].append(one)
-    met = [
-        (pair, given.verdict, exchanged.verdict)
+    orders: defaultdict[Hashable, tuple[list[Choice | None], list[Choice | None]]]
+    orders = defaultdict(lambda: ([], []))
+    for each in observed:
+        orders[each.pair][each.exchanged].append(each.verdict)
+    compared = [
+        (pair, a is not None and b is not None and SWAPPED[a] == b)
         for pair, both in orders.items()
-        for given, exchanged in zip(*both, strict=False)
+        for a, b in zip(*both, strict=False)
     ]
-    same = [
-        one is not None and other is not None and SWAPPED[one] == other for _, one, other in met
-    ]
-    return Outcomes(same, [pair for pair, _, _ in met])
+    return Outcomes([same for _, same in compared], [pair for pair, _ in compared])

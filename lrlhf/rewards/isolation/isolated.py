@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import math
@@ -16,16 +15,15 @@ from typing import Any, ClassVar
 
 from lrlhf.rewards.function import (
     OTHER_REWARDS,
-    Completion,
     CopiesStartAfresh,
     PartialValues,
     RewardError,
     check_positive,
     completion_segments,
-    first_of,
+    first_failure,
 )
 from lrlhf.rewards.isolation.isolated_worker import Worker, WorkerError
-from lrlhf.rewards.lookup import NamedFunction, bind_functions, chosen_arguments
+from lrlhf.rewards.lookup import NamedFunction, bind_functions, chosen_arguments, unwrapped
 from lrlhf.rewards.reward_values import Journal, check_values
 
 logger = logging.getLogger(__name__)
@@ -38,8 +36,8 @@ class IsolatedFailureError(RuntimeError):
 
 
 @dataclass
-class _Found:
-    """What is known of one call so far."""
+class _Progress:
+    """The results of one call so far."""
 
     deadline: float
     values: dict[int, Any] = field(default_factory=dict)
@@ -53,8 +51,8 @@ class _Found:
 class IsolatedReward(CopiesStartAfresh):
     """Runs another reward function in a process of its own, with limits to its time and memory.
 
-    Where the function fails on a batch of responses, it is asked about each one alone, so that a
-    response that makes it loop, crash or use too much memory costs only its own value. A process
+    Where the function fails on a batch of responses, it is called again for each one alone, so that
+    a response that makes it loop, crash or use too much memory costs only its own value. A process
     that was killed is started anew.
 
     The process has a temporary working folder, and of the environment only what it needs to run,
@@ -64,10 +62,10 @@ class IsolatedReward(CopiesStartAfresh):
     Args:
         function: Import path, the short name of a built-in one, or ``class_path`` with
             ``init_args``. An import path is imported in the process only.
-        timeout: Seconds for a batch of responses, and for each one that is asked about alone.
-        total_timeout: Seconds for all that together; what was scored by then counts.
+        timeout: Seconds for a batch of responses, and for each one that is scored alone.
+        total_timeout: Seconds for all calls together; what was scored by then counts.
         memory_gb: GB of address space that the function may use on top of what is mapped when it
-            is loaded; null: no limit, which is what functions on a GPU need.
+            is loaded; null: no limit, which functions on a GPU need.
         workers: Processes that share the responses of a batch.
         env: Names of environment variables that the function needs.
         start_timeout: Seconds to import the function and to load what it needs.
@@ -75,7 +73,7 @@ class IsolatedReward(CopiesStartAfresh):
 
     ends_by_itself: ClassVar[bool] = True
     forwards_columns: ClassVar[bool] = True
-    _not_copied = ("_workers", "_lock", "_under_way")
+    _not_copied = ("_workers", "_lock", "_progress")
 
     def __init__(
         self,
@@ -105,7 +103,7 @@ class IsolatedReward(CopiesStartAfresh):
             Worker(self._name, self._function, self._memory_bytes, self._env, self._start_timeout)
             for _ in range(self._count)
         ]
-        self._under_way: _Found | None = None
+        self._progress: _Progress | None = None
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
@@ -119,9 +117,8 @@ class IsolatedReward(CopiesStartAfresh):
 
     def close(self) -> None:
         """End the processes, also in the middle of a call; the next call starts them again."""
-        under_way = self._under_way
-        if under_way is not None:
-            under_way.deadline = 0.0  # nothing is asked again
+        if (progress := self._progress) is not None:
+            progress.deadline = 0.0  # nothing is sent again
             for worker in self._workers:
                 worker.kill()
         with self._lock:
@@ -133,12 +130,22 @@ class IsolatedReward(CopiesStartAfresh):
             deadline = time.monotonic() + self._total_timeout
             self._start_all()
             count = len(arguments["completions"])
-            found = self._under_way = _Found(deadline)
+            progress = self._progress = _Progress(deadline)
             if count:
                 signature = _signature(self._workers[0].greeting)
-                self._share(found, chosen_arguments(self._name, signature, arguments), count)
-            self._under_way = None
-        return self._told(found, count, arguments)
+                chosen = chosen_arguments(self._name, signature, arguments)
+                # every process has its part of the responses, as equal as possible
+                parts = [range(start, count, self._count) for start in range(self._count)]
+                with ThreadPoolExecutor(self._count) as threads:
+                    futures = [
+                        threads.submit(self._score, progress, worker, chosen, rows)
+                        for worker, rows in zip(self._workers, parts, strict=True)
+                        if rows
+                    ]
+                for future in futures:
+                    future.result()
+            self._progress = None
+        return self._report(progress, count, arguments)
 
     def _start_all(self) -> None:
         if all(worker.alive for worker in self._workers):
@@ -150,62 +157,49 @@ class IsolatedReward(CopiesStartAfresh):
         except WorkerError as error:
             raise RewardError(f"{self._name!r} cannot be started in a process: {error}") from error
 
-    def _share(self, found: _Found, arguments: Mapping[str, Any], count: int) -> None:
-        """Let every process have its part of the responses, as equal as possible."""
-        parts = [list(range(place, count, self._count)) for place in range(self._count)]
-        with ThreadPoolExecutor(self._count) as threads:
-            done = [
-                threads.submit(self._score, found, worker, arguments, rows)
-                for worker, rows in zip(self._workers, parts, strict=True)
-                if rows
-            ]
-        for future in done:
-            future.result()
-
     def _score(
-        self, found: _Found, worker: Worker, arguments: Mapping[str, Any], rows: Sequence[int]
+        self, progress: _Progress, worker: Worker, arguments: Mapping[str, Any], rows: Sequence[int]
     ) -> None:
-        """Ask about some responses, and if that fails about one after the other."""
-        failure = self._attempt(found, worker, arguments, rows)
+        """Have some responses scored, and if that fails one after the other."""
+        failure = self._attempt(progress, worker, arguments, rows)
         if not failure:
             return
         if len(rows) == 1:
-            found.failures[rows[0]] = failure
+            progress.failures[rows[0]] = failure
             return
-        summary = failure.splitlines()[-1]
         logger.warning(
-            "%s failed on %d responses at once and is asked about each: %s",
+            "%s failed on %d responses at once and scores each alone: %s",
             self._name,
             len(rows),
-            summary,
+            failure.splitlines()[-1],
         )
         for row in rows:
-            if alone := self._attempt(found, worker, arguments, [row]):
-                found.failures[row] = alone
+            if alone := self._attempt(progress, worker, arguments, [row]):
+                progress.failures[row] = alone
 
     def _attempt(
-        self, found: _Found, worker: Worker, arguments: Mapping[str, Any], rows: Sequence[int]
+        self, progress: _Progress, worker: Worker, arguments: Mapping[str, Any], rows: Sequence[int]
     ) -> str:
-        """Ask a process about some responses; return what went wrong, empty if nothing did."""
-        left = found.deadline - time.monotonic()
-        if left <= 0:
+        """Have a process score some responses; return what went wrong, empty if nothing did."""
+        remaining = progress.deadline - time.monotonic()
+        if remaining <= 0:
             return f"no time is left of total_timeout = {self._total_timeout:g} s"
-        seconds = min(self._timeout, left)
+        seconds = min(self._timeout, remaining)
         try:
-            reply = worker.ask(_request(arguments, rows, seconds), seconds, left)
+            reply = worker.send(_request(arguments, rows, seconds), seconds, remaining)
             if "error" not in reply:
-                self._keep(found, reply, rows)
+                self._add(progress, reply, rows)
                 return ""
             if not worker.alive:
-                found.restarts.append(str(reply["kind"]))
+                progress.restarts.append(str(reply["kind"]))
             return str(reply["error"])
         except WorkerError as error:
             worker.close()
-            found.restarts.append(str(error))
+            progress.restarts.append(str(error))
             return str(error)
 
-    def _keep(self, found: _Found, reply: Mapping[str, Any], rows: Sequence[int]) -> None:
-        """Take over what a reply holds, in which there may be anything."""
+    def _add(self, progress: _Progress, reply: Mapping[str, Any], rows: Sequence[int]) -> None:
+        """Add the content of a reply, which may be anything."""
         journal = Journal(len(rows))
         try:
             for name, value in reply["metrics"]:
@@ -218,42 +212,41 @@ class IsolatedReward(CopiesStartAfresh):
         values = reply.get("values")
         check_values(values, function=self._name, rows=rows)  # their number; each one comes later
         assert isinstance(values, list)
-        found.values.update(zip(rows, values, strict=True))
+        progress.values.update(zip(rows, values, strict=True))
         for name, numbers in logged.metrics.items():
-            found.metrics += [(name, number) for number in numbers]
+            progress.metrics += [(name, number) for number in numbers]
         for column, entries in logged.extras.items():
-            found.extras.setdefault(column, {}).update(zip(rows, entries, strict=True))
+            progress.extras.setdefault(column, {}).update(zip(rows, entries, strict=True))
 
-    def _told(self, found: _Found, count: int, arguments: Mapping[str, Any]) -> list[float | None]:
+    def _report(
+        self, progress: _Progress, count: int, arguments: Mapping[str, Any]
+    ) -> list[float | None]:
         """Log what the function logged, and report what failed."""
-        for name, value in found.metrics:
+        failures = progress.failures
+        for name, value in progress.metrics:
             arguments["log_metric"](name, value)
-        for column, entries in found.extras.items():
+        for column, entries in progress.extras.items():
             arguments["log_extra"](column, [entries.get(row) for row in range(count)])
-        arguments["log_metric"]("isolated/restarts", len(found.restarts))
-        arguments["log_metric"]("isolated/failures", len(found.failures))
-        values = [
-            math.nan if row in found.failures else found.values.get(row) for row in range(count)
-        ]
-        if not found.failures:
+        arguments["log_metric"]("isolated/restarts", len(progress.restarts))
+        arguments["log_metric"]("isolated/failures", len(failures))
+        values = [math.nan if row in failures else progress.values.get(row) for row in range(count)]
+        if not failures:
             return values
-        what = f"{self._name} failed on {len(found.failures)} of {count} responses"
-        failure = first_of(found.failures, what)
-        if len(found.failures) == count:
+        what = f"{self._name} failed on {len(failures)} of {count} responses"
+        failure = first_failure(failures, what)
+        if len(failures) == count:
             raise IsolatedFailureError(failure)
         return PartialValues(values, failure)
 
 
 def _portable(function: NamedFunction) -> tuple[str, str | bytes]:
-    """Return a function's name, and how another process finds it."""
+    """Return a function's name, and its import path or pickle for another process."""
     if isinstance(function, str) and "." in function:
         return function.rpartition(".")[2], function
     (bound,) = bind_functions([function])
-    inner = bound.function
-    while isinstance(inner, functools.partial):
-        inner = inner.func
-    home = inner.__module__ if inspect.isroutine(inner) else type(inner).__module__
-    if home == "__main__":
+    inner = unwrapped(bound.function)
+    module = inner.__module__ if inspect.isroutine(inner) else type(inner).__module__
+    if module == "__main__":
         raise ValueError(
             f"function {bound.name!r} is defined in the script that was started, where "
             "another process does not find it: move it to a module, and give its import path"
@@ -268,7 +261,7 @@ def _portable(function: NamedFunction) -> tuple[str, str | bytes]:
 
 
 def _signature(greeting: Mapping[str, Any]) -> inspect.Signature:
-    """Return the signature that the process tells of its function."""
+    """Return the signature that the process reports of its function."""
     takes, requires = greeting.get("takes"), greeting.get("requires", [])
     names = requires if takes is None else takes
     parameters = [
@@ -285,7 +278,7 @@ def _signature(greeting: Mapping[str, Any]) -> inspect.Signature:
 
 
 def _request(arguments: Mapping[str, Any], rows: Sequence[int], seconds: float) -> dict[str, Any]:
-    """Return what a process is asked, with the responses of ``rows``."""
+    """Return the request for the responses of ``rows``."""
     data = {
         name: {key: [column[row] for row in rows] for key, column in values.items()}
         if name == OTHER_REWARDS and isinstance(values, Mapping)
@@ -293,15 +286,10 @@ def _request(arguments: Mapping[str, Any], rows: Sequence[int], seconds: float) 
         for name, values in arguments.items()
         if name not in _LOGGERS
     }
-    wanted = [name for name in _LOGGERS if name in arguments]
-    request = {"arguments": data, "count": len(rows), "seconds": seconds, "loggers": wanted}
-    # pickled, a completion forgets its own; those of tuples are for a process without this library
-    if any(segments := [_plain_segments(one) for one in data.get("completions", ())]):
-        request["segments"] = segments
+    loggers = [name for name in _LOGGERS if name in arguments]
+    request = {"arguments": data, "count": len(rows), "seconds": seconds, "loggers": loggers}
+    # the pickle of a completion has no segments; plain tuples need no library in the process
+    segments = [[*map(tuple, completion_segments(one))] for one in data.get("completions", ())]
+    if any(len(own) > 1 for own in segments):
+        request["segments"] = [own if len(own) > 1 else None for own in segments]
     return request
-
-
-def _plain_segments(completion: Completion) -> list[tuple[str, bool]] | None:
-    """Return what was written and what was given; None: all was written."""
-    segments = completion_segments(completion)
-    return [(one.text, one.sampled) for one in segments] if len(segments) > 1 else None

@@ -1,4 +1,4 @@
-"""What runs in the process of an `IsolatedReward`: started as a script, with no more than Python.
+"""The process of an `IsolatedReward`: started as a script, with no more than Python.
 
 It imports nothing of the library, so that a plain function starts in a tenth of a second and has
 the memory for itself. Replies are lines of JSON; the parent trusts nothing in them.
@@ -31,7 +31,7 @@ _MAX_TRACEBACK = 4000
 
 
 class Child:
-    """Loads one reward function, and calls it as often as the parent asks.
+    """Loads one reward function, and calls it for each request of the parent.
 
     A request is a pickle, a reply is a line of JSON.
     """
@@ -44,15 +44,15 @@ class Child:
         self._function: Callable[..., Any]
 
     def run(self) -> None:
-        """Serve until the parent hangs up."""
+        """Serve until the parent closes the connection."""
         start = self._read()
         if start is None or not self._load(start):
             return
         while (request := self._read()) is not None:
-            self._reply(self._answer(request))
+            self._reply(self._call(request))
 
     def _load(self, start: Mapping[str, Any]) -> bool:
-        """Tell the parent which arguments the function takes, or why there is none."""
+        """Report to the parent which arguments the function takes, or why there is none."""
         sys.path[:] = start["path"]
         memory = start["memory_bytes"]
         if memory is not None:
@@ -64,7 +64,7 @@ class Child:
             if library is not None and isinstance(self._function, library.RewardFunction):
                 self._function.prepare()
             parameters = inspect.signature(self._function).parameters.values()
-        except BaseException as error:  # noqa: BLE001  whatever it is, the parent tells it
+        except BaseException as error:  # noqa: BLE001  whatever it is, the parent reports it
             self._reply(_failure(error))
             return False
         everything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
@@ -75,7 +75,7 @@ class Child:
         self._reply({"takes": None if everything else named, "requires": required})
         return True
 
-    def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def _call(self, request: Mapping[str, Any]) -> dict[str, Any]:
         metrics: list[tuple[str, float]] = []
         extras: dict[str, list[Any]] = {}
 
@@ -110,14 +110,14 @@ class Child:
             if inspect.isawaitable(returned):
                 returned = asyncio.run(_awaited(returned))
             values = _plain(returned)
-        except BaseException as error:  # noqa: BLE001  whatever it is, the parent tells it
+        except BaseException as error:  # noqa: BLE001  whatever it is, the parent reports it
             return _failure(error)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
         return {"values": values, "metrics": metrics, "extras": extras}
 
     def _read(self) -> Any:
-        """Return what the parent sends next, None at the end.
+        """Return the parent's next request, None at the end.
 
         A pickle is read here, and only here: it comes from the parent, never the other way.
         """
@@ -130,13 +130,13 @@ class Child:
 
     def _reply(self, reply: Mapping[str, Any]) -> None:
         if os.getpid() != self._process:
-            os._exit(0)  # a fork, which came back from the function too: one of them answers
+            os._exit(0)  # a fork, which returned from the function too: one of them answers
         self._replies.write(json.dumps({**reply, "number": self._number}).encode() + b"\n")
         self._replies.flush()
 
 
 class _Text(str):
-    """A completion that knows its segments: pairs of a text and whether the policy wrote it."""
+    """A completion with its segments: pairs of a text and whether the policy wrote it."""
 
     segments: Sequence[tuple[str, bool]]
 
@@ -160,18 +160,18 @@ _BY_NAME = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYW
 
 def _loaded(source: str | bytes) -> Callable[..., Any]:
     if isinstance(source, bytes):
-        found = pickle.loads(source)
+        function = pickle.loads(source)
     elif ".py:" in source:
         # by itself, without the package that the file lies in
         path, name = source.rsplit(":", 1)
-        found = runpy.run_path(path, run_name=f"{name} alone")[name]
+        function = runpy.run_path(path, run_name=f"{name} alone")[name]
     else:
-        found = pkgutil.resolve_name(source)
-    if isinstance(found, type):
-        found = found()
-    if not callable(found):
-        raise TypeError(f"{source!r} is a {type(found).__name__}, not a function")
-    return found  # type: ignore[no-any-return]
+        function = pkgutil.resolve_name(source)
+    if isinstance(function, type):
+        function = function()
+    if not callable(function):
+        raise TypeError(f"{source!r} is a {type(function).__name__}, not a function")
+    return function  # type: ignore[no-any-return]
 
 
 async def _awaited(result: Any) -> Any:
@@ -179,16 +179,15 @@ async def _awaited(result: Any) -> Any:
 
 
 def _plain(returned: Any) -> Any:
-    """Return values as JSON has them; what is no number in words, for the parent's message."""
+    """Return values as JSON has them; what is no number as text, for the parent's message."""
     returned = _listed(returned)
     if not isinstance(returned, list | tuple):
         return _described(returned)
-    return [_number(entry) for entry in returned]
-
-
-def _number(entry: Any) -> Any:
-    entry = _listed(entry)
-    return entry if entry is None or isinstance(entry, int | float) else _described(entry)
+    entries = [_listed(entry) for entry in returned]
+    return [
+        entry if entry is None or isinstance(entry, int | float) else _described(entry)
+        for entry in entries
+    ]
 
 
 def _listed(value: Any) -> Any:
@@ -206,7 +205,7 @@ def _described(value: Any) -> str:
 
 
 def _failure(error: BaseException) -> dict[str, str]:
-    """Tell what was raised, with the end of the traceback."""
+    """Describe an exception, with the end of the traceback."""
     kind = type(error).__name__
     if isinstance(error, SystemExit):
         return {"error": f"the function called sys.exit({error.code!r})", "kind": kind}
@@ -224,7 +223,7 @@ def _limit_memory(value: int) -> None:
 
 
 def _address_space() -> int:
-    """Return the bytes that are mapped now, 0 where the system does not tell."""
+    """Return the bytes that are mapped now, 0 where that is unknown."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123  before pathlib
             return int(file.read().split()[0]) * resource.getpagesize()
@@ -233,7 +232,7 @@ def _address_space() -> int:
 
 
 def main() -> None:
-    """Talk over the two pipes whose numbers are the arguments."""
+    """Serve on the two pipes whose numbers are the arguments."""
     requests, replies = (int(number) for number in sys.argv[1:3])
     faulthandler.enable()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,4 +1,4 @@
-"""A process that runs a reward function, seen from outside."""
+"""A process that runs a reward function, from the side of the parent; see `isolated_child`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAX_REPLY = 16 * 10**6
 _GRACE_S = 0.0
 """Between SIGTERM and SIGKILL."""
 _SIGNALLED = 128
-"""Is added to the number of the signal that ended a process, in the status of its guard."""
+"""Added to the number of the signal that ended a process, in the exit status of its guard."""
 _CHILD = Path(__file__).with_name("isolated_child.py")
 _PASSED_ON = (
     "PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH",
@@ -37,15 +37,15 @@ _PASSED_ON = (
 
 
 class WorkerError(Exception):
-    """A process that did not do what it was asked; it is gone, and a new one may do better."""
+    """A process without a valid reply; it is gone, and a new one may do better."""
 
 
 class Worker:
-    """A process under a guard, which ends it with all that it started at the first disobedience.
+    """A process under a guard, which ends it with all that it started at the first failure.
 
     It is started when it is needed, and again after it was killed. Requests are pickles, as their
-    content is the parent's; replies are JSON, as it is not. Each has the number of its request, as
-    a function may fork, and who comes back from it twice would answer the next request too.
+    content is the parent's; replies are JSON, as it is not. Each has the number of its request: a
+    function may fork, and the fork, returning as well, would answer the next request too.
 
     Args:
         name: Of the function, for messages.
@@ -64,20 +64,17 @@ class Worker:
         env: tuple[str, ...],
         start_timeout: float,
     ) -> None:
-        self._name = name
-        self._function = function
-        self._memory_bytes = memory_bytes
-        self._env = env
-        self._start_timeout = start_timeout
+        self._name, self._function, self._env = name, function, env
+        self._memory_bytes, self._start_timeout = memory_bytes, start_timeout
         self._output = b""
-        self._asked = 0
+        self._number = 0
         self._end: weakref.finalize[..., Worker] | None = None
         self.greeting: dict[str, Any] = {}
-        """What the process told of its function."""
+        """The process's report of its function."""
 
     @property
     def alive(self) -> bool:
-        """Whether it can be asked."""
+        """Whether it can be sent requests."""
         return self._end is not None and self._end.alive
 
     def start(self, timeout: float = math.inf) -> None:
@@ -92,17 +89,17 @@ class Worker:
         self._spawn()
         path = [entry or str(Path.cwd()) for entry in sys.path]
         start = {"function": self._function, "path": path, "memory_bytes": self._memory_bytes}
-        self.greeting = self._told(start, min(timeout, self._start_timeout))
+        self.greeting = self._reply_to(start, min(timeout, self._start_timeout))
         if "error" in self.greeting:
             self.close()
             raise RewardError(
                 f"{self._name!r} cannot be loaded in its process: {self.greeting['error']}"
             )
 
-    def ask(
+    def send(
         self, request: Mapping[str, Any], timeout: float, start_timeout: float = math.inf
     ) -> dict[str, Any]:
-        """Send a request, and return the reply: an object, of which nothing else is certain.
+        """Send a request, and return the reply: an object with arbitrary content.
 
         Args:
             request: What can be pickled.
@@ -115,16 +112,20 @@ class Worker:
             RewardError: The function raised one, or cannot be loaded.
         """
         self.start(start_timeout)
-        reply = self._told(request, timeout)
+        reply = self._reply_to(request, timeout)
         if reply.get("kind") == "RewardError":
             raise RewardError(str(reply.get("message")))
-        if reply.get("kind") == "MemoryError":  # what is left of it is of no use
+        if reply.get("kind") == "MemoryError":  # it is of no further use
             self.close()
         return reply
 
     def _spawn(self) -> None:
         self._output = b""
         folder = tempfile.TemporaryDirectory(prefix="lrlhf-reward-", ignore_cleanup_errors=True)
+        names = (*_PASSED_ON, *self._env)
+        environment = {name: os.environ[name] for name in names if name in os.environ}
+        environment |= {"TMPDIR": folder.name, "PYTHONUNBUFFERED": "1"}
+        environment["PYTHONDONTWRITEBYTECODE"] = "1"
         request_end, self._requests = os.pipe()
         self._replies, reply_end = os.pipe()
         self._printed, output_end = os.pipe()
@@ -137,25 +138,25 @@ class Worker:
                 stdout=output_end,
                 stderr=output_end,
                 cwd=folder.name,
-                env=_environment(self._env, folder.name),
+                env=environment,
                 start_new_session=True,
             )
         finally:
             for end in (request_end, reply_end, output_end):
                 os.close(end)
-        mine = (self._requests, self._replies, self._printed)
+        ends = (self._requests, self._replies, self._printed)
         os.set_blocking(self._requests, False)
-        self._end = weakref.finalize(self, _end, self._process, folder, mine, os.getpid())
+        self._end = weakref.finalize(self, _end, self._process, folder, ends, os.getpid())
 
-    def _told(self, request: Mapping[str, Any], timeout: float) -> dict[str, Any]:
-        self._asked += 1
-        numbered = {**request, "number": self._asked}
+    def _reply_to(self, request: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+        self._number += 1
+        numbered = {**request, "number": self._number}
         try:
             reply = json.loads(self._exchange(pickle.dumps(numbered), timeout))
             if not isinstance(reply, dict):
                 raise WorkerError(f"its reply is a JSON {type(reply).__name__}, not an object")
-            if reply.pop("number", None) != self._asked:
-                raise WorkerError("it sent a reply that nobody asked for")
+            if reply.pop("number", None) != self._number:
+                raise WorkerError("it sent a reply to another request")
         except BaseException as error:
             self.close()  # a reply to an abandoned request would be taken for the next one's
             if not isinstance(error, WorkerError | ValueError | RecursionError):
@@ -169,7 +170,7 @@ class Worker:
         return reply
 
     def kill(self) -> None:
-        """Kill the process, from another thread too: who waits for its reply hears of it."""
+        """Kill the process, from another thread too: waiting for its reply then fails."""
         if self.alive:
             self._process.terminate()
 
@@ -179,7 +180,7 @@ class Worker:
             self._end()
 
     def _exchange(self, request: bytes, timeout: float) -> bytes:
-        """Write and read as the process lets one; return one line."""
+        """Write and read as the process is ready for it; return one line."""
         deadline = time.monotonic() + timeout
         unsent, reply = memoryview(request), bytearray()
         with selectors.DefaultSelector() as selector:
@@ -187,9 +188,9 @@ class Worker:
             selector.register(self._replies, selectors.EVENT_READ)
             selector.register(self._printed, selectors.EVENT_READ)
             while not reply.endswith(b"\n"):
-                if (left := deadline - time.monotonic()) <= 0:
+                if (remaining := deadline - time.monotonic()) <= 0:
                     raise WorkerError(f"no result after {timeout:.3g} s")
-                for key, _ in selector.select(left):
+                for key, _ in selector.select(remaining):
                     if key.fd == self._requests:
                         unsent = unsent[self._write(unsent) :]
                     elif key.fd == self._replies:
@@ -205,12 +206,12 @@ class Worker:
         try:
             return os.write(self._requests, unsent[:_CHUNK])
         except BrokenPipeError:
-            raise WorkerError(self._how_it_ended()) from None
+            raise WorkerError(self._exit_reason()) from None
 
     def _read_reply(self, length: int) -> bytes:
         content = os.read(self._replies, _CHUNK)
         if not content:
-            raise WorkerError(self._how_it_ended())
+            raise WorkerError(self._exit_reason())
         if length + len(content) > _MAX_REPLY:
             raise WorkerError(f"its result is longer than {_MAX_REPLY} bytes")
         return content
@@ -220,24 +221,19 @@ class Worker:
         self._output = (self._output + content)[-_TAIL:]
         return content
 
-    def _how_it_ended(self) -> str:
+    def _exit_reason(self) -> str:
         try:
             status = self._process.wait(1)
         except subprocess.TimeoutExpired:
             return "its process closed the connection"
-        with selectors.DefaultSelector() as selector:  # what it said last
+        with selectors.DefaultSelector() as selector:  # its last output
             selector.register(self._printed, selectors.EVENT_READ)
             while selector.select(0) and self._read_output():
                 pass
-        if status < 0 or status > _SIGNALLED:  # the guard itself, or what it tells of the process
+        if status < 0 or status > _SIGNALLED:  # the guard itself, or the process by its report
             number = -status if status < 0 else status - _SIGNALLED
             return f"its process was killed by {signal.Signals(number).name}"
         return f"its process ended with exit status {status}"
-
-
-def _environment(names: tuple[str, ...], folder: str) -> dict[str, str]:
-    known = {name: os.environ[name] for name in (*_PASSED_ON, *names) if name in os.environ}
-    return known | {"TMPDIR": folder, "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def _end(

@@ -1,1 +1,1 @@
-"""Rewards that a language model gives, asked with a rubric."""
+"""LLM as a judge: verdicts of a language model as rewards."""

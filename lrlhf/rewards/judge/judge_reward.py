@@ -1,495 +1,112 @@
-"""The verdict of a language model as a reward."""
+"""The verdict of a language model as a reward, through an endpoint of OpenAI's chat completions."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
-import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import combinations
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
 from statistics import fmean
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar
 
 from lrlhf.rewards.function import (
     Completion,
     CopiesStartAfresh,
     LogExtra,
     LogMetric,
-    NoSiblingsError,
     PartialValues,
     RewardError,
     check_positive,
-    column_of,
-    completion_text,
 )
-from lrlhf.rewards.judge.judge_client import Desk, Reply, ReplyCache, encode_request
-from lrlhf.rewards.judge.verdicts import (
-    ABSOLUTE,
-    LETTERS,
-    LISTWISE,
-    SYSTEM,
-    FormName,
-    JudgeTemplate,
-    choice_scores,
-    prompt_text,
-    read_ranking,
-    read_rating,
-    verdict_form,
-    verdict_of,
+from lrlhf.rewards.judge.comparisons import (
+    Batch,
+    JudgePrompts,
+    Mode,
+    Question,
+    Reply,
+    Verdict,
+    judge_columns,
+    reply_texts,
+    response_values,
+    verdict_metrics,
 )
-from lrlhf.rewards.remote.remote_http import Exchange, RequestRefusedError, ServiceError
-from lrlhf.rewards.remote.remote_protocols import in_base64, png_file
-from lrlhf.rewards.remote.remote_services import Service, read_models, served_model
+from lrlhf.rewards.judge.verdicts import SYSTEM, FormName
+from lrlhf.rewards.remote.remote_reward import in_base64, png_file
 from lrlhf.rewards.remote.service_client import (
     DEFAULT_TOKEN_ENV,
+    Calls,
+    Exchange,
+    RequestRefusedError,
+    Service,
     ServiceClient,
+    ServiceError,
     ServicesDownError,
     ServiceSettings,
+    gather,
+    read_models,
+    served_model,
 )
-from lrlhf.rewards.reward_values import shorten
 from lrlhf.types import Prompt
-
-REFERENCE = -1
-"""Stands for the reference answer among the numbers of responses."""
-
-Mode = Literal["absolute", "pairwise", "listwise"]
-Order = tuple[int, ...]
-"""Numbers of responses, in the order in which the judge is shown them."""
-Scores = Mapping[Order, tuple[float, ...] | None]
-"""What a verdict says of each response that was shown, from 0 to 1; None: there is no verdict."""
-
-
-class Comparison(NamedTuple):
-    """Responses that are judged together, in one order or in several that must not matter."""
-
-    orders: tuple[Order, ...]
-
-    def values(self, scores: Scores) -> dict[int, float]:
-        """Return the mean of the orders for each response; none if a verdict is missing.
-
-        With one order alone, a judge that likes what stands first would be believed.
-        """
-        said = [scores[order] for order in self.orders]
-        if any(entry is None for entry in said):
-            return {}
-        by_row = [dict(zip(order, scores[order] or (), strict=True)) for order in self.orders]
-        return {row: fmean(entry[row] for entry in by_row) for row in by_row[0]}
-
-    def agreement(self, scores: Scores) -> float | None:
-        """Return the share of pairs that all orders say the same of; None: nothing to compare."""
-        said = [scores[order] for order in self.orders]
-        if len(said) < 2 or any(entry is None for entry in said):
-            return None
-        by_row = [dict(zip(order, scores[order] or (), strict=True)) for order in self.orders]
-        same = [
-            len({_sign(entry[one] - entry[other]) for entry in by_row}) == 1
-            for one, other in combinations(by_row[0], 2)
-        ]
-        return fmean(same)
-
-
-def _sign(value: float) -> float:
-    return math.copysign(1.0, value) if value else 0.0
-
-
-def _both_ways(*rows: int) -> Comparison:
-    return Comparison((rows, rows[::-1]))
-
-
-def alone(rows: Sequence[int]) -> Iterator[Comparison]:
-    """Yield each response by itself."""
-    return (Comparison(((row,),)) for row in rows)
-
-
-def with_reference(rows: Sequence[int]) -> Iterator[Comparison]:
-    """Yield each response with the reference answer."""
-    return (_both_ways(row, REFERENCE) for row in rows)
-
-
-def in_pairs(rows: Sequence[int], opponents: int | None = None) -> Iterator[Comparison]:
-    """Yield the pairs of a group; none of a single response.
-
-    Args:
-        rows: The group.
-        opponents: How many each response meets, an even number; None: all others. The responses
-            stand in a ring, and each meets its neighbours on both sides.
-    """
-    if opponents is None or opponents >= len(rows) - 1:
-        yield from (_both_ways(*pair) for pair in combinations(rows, 2))
-        return
-    for step in range(1, opponents // 2 + 1):
-        for place, row in enumerate(rows):
-            yield _both_ways(row, rows[(place + step) % len(rows)])
-
-
-def all_together(rows: Sequence[int]) -> Iterator[Comparison]:
-    """Yield the group as a whole; nothing of a single response."""
-    if len(rows) < 2:
-        return
-    if len(rows) > len(LETTERS):
-        raise RewardError(
-            f"mode listwise shows a judge {len(LETTERS)} responses at most, and a prompt has "
-            f"{len(rows)}; take mode pairwise with opponents"
-        )
-    yield _both_ways(*rows)
-
-
-def check_groups(groups: Sequence[Sequence[int]], mode: Mode) -> None:
-    """Refuse a batch in which no response has another to be compared with.
-
-    Where some have, the others go without a value: a sibling may have failed.
-
-    Raises:
-        NoSiblingsError: Each group has a single response.
-    """
-    if groups and all(len(group) < 2 for group in groups):
-        raise NoSiblingsError(
-            f"mode {mode} compares the responses to a prompt, and here no prompt has two: take "
-            "mode absolute, or pairwise with reference_column. In an evaluation it needs several "
-            "samples (model.evaluation.num_samples) at temperatures above 0; they are taken in "
-            "rounds of model.num_generations, and none of the rounds may be of one"
-        )
-
-
-def comparisons_of(
-    mode: Mode, opponents: int | None, reference_column: str | None
-) -> Callable[[Sequence[int]], Iterator[Comparison]]:
-    """Return what yields the comparisons of a group.
-
-    Raises:
-        ValueError: The options do not go together.
-    """
-    if mode != "pairwise" and (opponents is not None or reference_column is not None):
-        raise ValueError("opponents and reference_column are for mode: pairwise")
-    if opponents is not None and reference_column is not None:
-        raise ValueError("with reference_column responses do not meet each other: no opponents")
-    if opponents is not None and (opponents < 2 or opponents % 2):
-        raise ValueError(f"opponents is {opponents}; it must be an even number above 0")
-    if mode == "absolute":
-        return alone
-    if mode == "listwise":
-        return all_together
-    if reference_column is not None:
-        return with_reference
-    return partial(in_pairs, opponents=opponents)
-
-
-class Question(NamedTuple):
-    """What the judge is asked once, and where the answer belongs."""
-
-    comparison: Comparison
-    order: Order
-    sample: int
-
-    @property
-    def about(self) -> int:
-        """The number of a response to the prompt in question."""
-        return next(row for row in self.order if row != REFERENCE)
-
-
-@dataclass
-class Verdict:
-    """The last reply to a question, and what it says."""
-
-    scores: tuple[float, ...] | None
-    reply: Reply | None
-    """None: there is none."""
-
-
-def scores_by_comparison(
-    questions: Sequence[Question], found: Mapping[Question, Verdict]
-) -> Iterator[tuple[Comparison, Scores]]:
-    """Yield each comparison with what its orders say, the mean of those samples that say it."""
-    said: dict[Comparison, dict[Order, list[tuple[float, ...]]]] = {}
-    for question in questions:
-        orders = said.setdefault(question.comparison, {})
-        samples = orders.setdefault(question.order, [])
-        if (scores := found[question].scores) is not None:
-            samples.append(scores)
-    for comparison, orders in said.items():
-        yield (
-            comparison,
-            {
-                order: tuple(map(fmean, zip(*samples, strict=True))) or None
-                for order, samples in orders.items()
-            },
-        )
-
-
-def values_of(
-    questions: Sequence[Question], found: Mapping[Question, Verdict], count: int
-) -> list[float | None]:
-    """Return the mean over its comparisons for each response."""
-    collected: defaultdict[int, list[float]] = defaultdict(list)
-    for comparison, scores in scores_by_comparison(questions, found):
-        for row, value in comparison.values(scores).items():
-            collected[row].append(value)
-    return [fmean(collected[row]) if collected[row] else None for row in range(count)]
-
-
-def notes_of(
-    questions: Sequence[Question], found: Mapping[Question, Verdict], count: int
-) -> list[list[str]]:
-    """Return what the judge wrote of each response; of comparisons, with the letter that it had."""
-    notes: list[list[str]] = [[] for _ in range(count)]
-    for question in questions:
-        reply = found[question].reply
-        for letter, row in zip(LETTERS, question.order, strict=False):
-            if row != REFERENCE and reply is not None:
-                named = f"as {letter}: " if len(question.order) > 1 else ""
-                notes[row].append(f"{named}{reply.text}")
-    return notes
-
-
-def qualities(questions: Sequence[Question], found: Mapping[Question, Verdict]) -> dict[str, float]:
-    """Return how good a judge's verdicts are, as far as there is something to tell.
-
-    ``malformed_fraction`` is the share of replies without a verdict, ``order_agreement`` the share
-    of comparisons that all orders say the same of.
-    """
-    told = {}
-    if replied := [verdict for verdict in found.values() if verdict.reply is not None]:
-        told["malformed_fraction"] = fmean(verdict.scores is None for verdict in replied)
-    agreed = [
-        share
-        for comparison, scores in scores_by_comparison(questions, found)
-        if (share := comparison.agreement(scores)) is not None
-    ]
-    if agreed:
-        told["order_agreement"] = fmean(agreed)
-    return told
-
-
-_TEMPLATES = {"absolute": ABSOLUTE, "listwise": LISTWISE}
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What is to be judged, one entry per response in each."""
-
-    prompts: Sequence[Prompt]
-    completions: Sequence[str]
-    shown: Sequence[Sequence[Any] | None]
-    """Stands for what each prompt shows, as JSON can say it."""
-    columns: Mapping[str, Sequence[Any]]
-    references: Sequence[str | None] | None
-    """Answers to compare with; None in them: there is none."""
-
-    def groups(self) -> list[list[int]]:
-        """Return the numbers of the responses that have the same to answer."""
-        found: defaultdict[str, list[int]] = defaultdict(list)
-        for row in range(len(self.completions)):
-            columns = {name: values[row] for name, values in self.columns.items()}
-            reference = self.references and self.references[row]
-            same = (self.prompts[row], self.shown[row], columns, reference)
-            found[json.dumps(same, default=str, sort_keys=True)].append(row)
-        return [*found.values()]
-
-    def is_comparable(self, group: Sequence[int]) -> bool:
-        """Whether there is a reference answer, where there is to be one."""
-        return self.references is None or self.references[group[0]] is not None
-
-    def text(self, row: int, of: int) -> str:
-        """Return a response, or the reference answer to the prompt of another."""
-        if row == REFERENCE and self.references is not None:
-            return self.references[of] or ""
-        return self.completions[row]
-
-
-class Asker:
-    """Writes the questions to a judge and reads its replies; options as in `JudgeReward`.
-
-    Raises:
-        ValueError: The template is none, or the options do not go together.
-    """
-
-    def __init__(
-        self,
-        mode: Mode,
-        form: FormName,
-        *,
-        template: str | None,
-        rubric: str | None,
-        opponents: int | None,
-        reference_column: str | None,
-        samples: int,
-        scale: tuple[float, float] = (1.0, 10.0),
-    ) -> None:
-        self._form = verdict_form(form)
-        if form != "line" and mode != "pairwise":
-            raise ValueError(f"form {form} is for mode: pairwise")
-        self._mode, self._samples = mode, samples
-        self._template = JudgeTemplate(template or _TEMPLATES.get(mode, self._form.template))
-        self._rubric, self._reference = rubric, reference_column
-        self._compare = comparisons_of(mode, opponents, reference_column)
-        self.compares_responses = mode != "absolute" and reference_column is None
-        """Whether responses are shown with others to the same prompt."""
-        self._low, self._high = scale
-        if not self._low < self._high:
-            raise ValueError(f"scale is {[*scale]}; give the worst rating, then the best")
-
-    def batch(
-        self,
-        prompts: Sequence[Prompt],
-        completions: Sequence[Completion],
-        shown: Sequence[Sequence[Any] | None],
-        columns: Mapping[str, Any],
-        clean: Callable[[str], str] = str,
-    ) -> Batch:
-        """Gather what the questions are made of.
-
-        Args:
-            prompts: One per response, as all that follows.
-            completions: The responses.
-            shown: See `Batch`.
-            columns: Of the data.
-            clean: Takes out of responses and reference answers what the judge must not read.
-
-        Raises:
-            RewardError: A column is missing, or a reference answer is no text.
-        """
-        return Batch(
-            prompts,
-            [clean(completion_text(completion)) for completion in completions],
-            shown,
-            {name: column_of(columns, name, setting="template") for name in self._template.columns},
-            self._references(columns, clean),
-        )
-
-    def _references(
-        self, columns: Mapping[str, Any], clean: Callable[[str], str]
-    ) -> list[str | None] | None:
-        if (name := self._reference) is None:
-            return None
-        given = column_of(columns, name, setting="reference_column")
-        texts = (clean(_reference_text(one, name)) for one in given)
-        return [text if text.strip() else None for text in texts]
-
-    def questions(self, batch: Batch) -> list[Question]:
-        """Return all that is asked of a batch.
-
-        Raises:
-            RewardError: No group has enough responses to compare, or one has too many.
-        """
-        groups = batch.groups()
-        if self.compares_responses:
-            check_groups(groups, self._mode)
-        return [
-            Question(comparison, order, sample)
-            for group in groups
-            if batch.is_comparable(group)
-            for comparison in self._compare(group)
-            for order in comparison.orders
-            for sample in range(self._samples)
-        ]
-
-    def text(self, batch: Batch, question: Question) -> str:
-        """Return the text of a question."""
-        own = question.about
-        return self._template.render(
-            prompt=prompt_text(batch.prompts[own]),
-            responses=[batch.text(row, own) for row in question.order],
-            rubric=self._rubric,
-            shown="Response",
-            low=f"{self._low:g}",
-            high=f"{self._high:g}",
-            **{name: values[own] for name, values in batch.columns.items()},
-        )
-
-    def read(self, question: Question, reply: Reply | None) -> Verdict:
-        """Return what a reply says; one that was cut off says nothing."""
-        if reply is None or not reply.finished:
-            return Verdict(None, reply)
-        if self._mode == "pairwise":
-            return Verdict(choice_scores(self._form.read(reply.text)), reply)
-        verdict = verdict_of(reply.text)
-        if verdict is None:
-            return Verdict(None, reply)
-        if self._mode == "absolute":
-            return Verdict(read_rating(verdict, self._low, self._high), reply)
-        return Verdict(read_ranking(verdict, len(question.order)), reply)
-
-
-def _reference_text(reference: Any, column: str) -> str:
-    """Return a reference answer as text; of a chat, what the assistant says; empty: none."""
-    if reference is None or isinstance(reference, str):
-        return reference or ""
-    if isinstance(reference, Sequence) and all(isinstance(turn, Mapping) for turn in reference):
-        return completion_text(reference)
-    raise RewardError(
-        f"reference_column: an entry of column {column!r} is {shorten(reference)} "
-        f"({type(reference).__name__}); give a text, or the turns of a chat"
-    )
-
-
-def columns_asked(options: Mapping[str, Any]) -> Iterable[str]:
-    """Return the columns that a judge with these options needs."""
-    # built-in templates need none
-    template = options.get("template") or ABSOLUTE
-    reference = options.get("reference_column")
-    return [*JudgeTemplate(template).columns, *([reference] if reference else [])]
-
 
 _REQUEST = {"temperature": 0.0, "max_tokens": 1024}
 
 
 class JudgeReward(CopiesStartAfresh):
-    """What a language model thinks of the responses, asked through OpenAI's chat completions.
+    """The verdict of a judge, a language model behind OpenAI's chat completions (LLM as a judge).
 
-    The endpoint is any server that speaks them, such as vLLM's (the run's own included, where it
+    The endpoint is any server of that protocol, such as vLLM's (the run's own included, where it
     has a fixed address) or a hosted one. Values are from 0 (worst) to 1 (best):
 
-    - ``absolute``: where the rating of a response lies on the scale;
+    - ``absolute``: the position of a response's rating on the scale;
     - ``pairwise``: the share of the other responses to the prompt that it is better than, or with
-      ``reference_column`` whether it is better than the reference answer. Each pair is asked in
-      both orders, as judges favour what stands first (Zheng et al. 2023, arXiv:2306.05685): a
-      response that wins in one order only has won half;
-    - ``listwise``: the same share, from an order of all responses to the prompt, asked for forwards
+      ``reference_column`` whether it is better than the reference answer. Each pair is shown in
+      both orders, as judges favour the first (Zheng et al. 2023, arXiv:2306.05685): a response
+      that wins in one order only has won half;
+    - ``listwise``: the same share, from a ranking of all responses to the prompt, shown forwards
       and backwards.
 
-    A verdict must be the last line of the reply, and say what it was asked for and no more. A
+    A verdict must be the last line of the reply, in the requested format and with nothing else. A
     reply without one gives no value, and neither does a comparison that lacks it in one of its
-    orders; a response that no verdict is about has no value.
+    orders; a response without any verdict has no value.
 
-    What the judge reads was written by the policy, which may learn to talk it into a good verdict.
-    Look at what it likes (the column ``judge`` of the logged responses), and judge by other means
-    too.
+    The policy writes what the judge reads, and may learn to manipulate it. Look at the responses
+    with high values (the column ``judge`` of the log), and evaluate by other means too.
 
     Args:
         urls: Address of the endpoint with its version, such as ``http://127.0.0.1:8000/v1``, or
             several that serve the same model.
         model: Its name there; null: the one that is served.
         mode: ``absolute``, ``pairwise`` or ``listwise``.
-        form: How a verdict on two is asked for and given: ``line`` (reasoning, then a last line
-            ``Verdict: A``), ``direct`` (that line alone), or ``answer``
-            (``<think>…</think><answer>Response 1 is better</answer>``). With the form, the rubric
-            and the system prompt of a `VerdictTasks` a model is asked what it was trained on.
-        rubric: What counts, in words.
-        template: Jinja2 text of the question in place of the built-in one, which may use
+        form: Format of a verdict on two: ``line`` (reasoning, then a last line ``Verdict: A``),
+            ``direct`` (that line alone), or ``answer``
+            (``<think>…</think><answer>Response 1 is better</answer>``). For a model that was
+            trained on `VerdictTasks`, take their form, rubric and system prompt.
+        rubric: Criteria, in words.
+        template: Jinja2 text of the judge's prompt in place of the built-in one, which may use
             ``prompt``, ``responses`` (a list), ``letters``, ``rubric``, ``low``, ``high``, and
-            columns of the data. It must ask for a last line ``Verdict: …`` with a number of the
-            scale; with ``A``, ``B`` or ``tie``; or with an order such as ``B > A = C``.
+            columns of the data. It must request a last line ``Verdict: …`` with a number of the
+            scale; with ``A``, ``B`` or ``tie``; or with a ranking such as ``B > A = C``.
         system: System prompt; empty: none.
         scale: Worst and best rating of ``absolute``.
         opponents: How many others each response meets in ``pairwise``, an even number; null: all.
         reference_column: Column of the answer that ``pairwise`` compares with instead.
-        samples: How often each question is asked; the mean counts. Above 1 the judge needs a
-            temperature above 0.
-        attempts: How often a question is asked until there is a verdict; as with ``samples``.
+        samples: Replies to each question; the mean counts. Above 1 the judge needs a temperature
+            above 0.
+        attempts: Attempts at a question until there is a verdict; as with ``samples``.
         request: Further fields of the requests, such as ``{temperature: 0.7, top_p: 0.9}``; a field
             that is null is not sent. Default: temperature 0, max_tokens 1024.
-        seed: Of the first sample, sent where a question is asked more than once. For questions that
-            are asked once, ``request`` may have a seed.
-        show_images: Show the judge the images of the prompt.
-        cache: SQLite file of replies: what was asked once is not asked again, so that a run that is
-            resumed gets the same verdicts and pays once. A reply is found by the addresses, the
-            model's name and the request, which do not tell weights apart: keep it off where the
-            judge changes under its name, such as the run's own policy.
-        cache_version: A name for the judge, by which replies are found in place of the addresses:
-            they stay known when it moves, and another name asks anew when its weights are others.
+        seed: Of the first sample, sent where a question is repeated. For questions that are sent
+            once, ``request`` may have a seed.
+        show_images: Send the judge the images of the prompt.
+        cache: SQLite file of replies: no request is sent twice, so that a resumed run gets the same
+            verdicts and pays once. The key of a reply is the addresses, the model's name and the
+            request, which do not identify the weights: leave it off where the judge changes under
+            its name, such as the run's own policy.
+        cache_version: A name for the judge, which replaces the addresses in the key of a reply:
+            replies stay valid when it moves, and a new name requests new ones for new weights.
         prices: Of a million tokens, ``{prompt: …, completion: …}``, to log the cost.
         token_env: Environment variable that holds the key of the endpoint.
         token_file: File that holds it, instead.
@@ -508,7 +125,7 @@ class JudgeReward(CopiesStartAfresh):
 
     @classmethod
     def columns_read(cls, options: Mapping[str, Any]) -> Iterable[str]:
-        return columns_asked(options)
+        return judge_columns(options)
 
     def __init__(  # noqa: PLR0913  the keys of a user's config
         self,
@@ -553,7 +170,7 @@ class JudgeReward(CopiesStartAfresh):
             verify=verify,
         )
         check_positive(samples=samples, attempts=attempts)
-        self._asker = Asker(
+        self._prompts = JudgePrompts(
             mode,
             form,
             template=template,
@@ -563,15 +180,15 @@ class JudgeReward(CopiesStartAfresh):
             samples=samples,
             scale=scale,
         )
-        self.compares_responses = self._asker.compares_responses
+        self.compares_responses = self._prompts.compares_responses
         self._model, self._system = model, system
         self._samples, self._attempts, self._seed = samples, attempts, seed
-        given = {**_REQUEST, **(request or {})}
-        self._request = {name: value for name, value in given.items() if value is not None}
+        fields = {**_REQUEST, **(request or {})}
+        self._request = {name: value for name, value in fields.items() if value is not None}
         if samples * attempts > 1 and self._request.get("temperature") == 0:
             raise ValueError(
-                "samples and attempts above 1 ask the same question again, and at temperature 0 "
-                "the judge says the same again: give request: {temperature: 0.7}"
+                "samples and attempts above 1 repeat a question, and at temperature 0 the judge "
+                "repeats its reply: give request: {temperature: 0.7}"
             )
         if samples * attempts > 1 and "seed" in self._request:
             raise ValueError(
@@ -602,27 +219,27 @@ class JudgeReward(CopiesStartAfresh):
         if self._served:
             return
         served: dict[str, str] = {}
-        self._client.meet(partial(self._greet, served))
+
+        async def probe(exchange: Exchange, service: Service) -> str:
+            try:
+                models = read_models(await exchange.send(f"{service.url}/models"))
+            except ServiceError as error:
+                return f"{service.url}: {error}"
+            except RequestRefusedError as error:
+                if self._model is None or error.status != 404:
+                    raise
+                models = {self._model: {}}  # not every endpoint lists them
+            served[service.url] = served_model(service.url, models, self._model)
+            return ""
+
+        self._client.wait_until_ready(probe)
         if len({*served.values()}) > 1:
-            said = "; ".join(f"{url} has {model}" for url, model in served.items())
+            listed = "; ".join(f"{url} has {model}" for url, model in served.items())
             raise RewardError(
                 f"urls serve different models, so that verdicts would depend on who answers: "
-                f"{said}. Set model to one that all have, or make each a reward of its own"
+                f"{listed}. Set model to one that all have, or make each a reward of its own"
             )
         self._served = next(iter(served.values()))
-
-    async def _greet(self, served: dict[str, str], exchange: Exchange, service: Service) -> str:
-        """Add which model an endpoint serves, or return what is wrong with it."""
-        try:
-            models = read_models(await exchange.ask(f"{service.url}/models"))
-        except ServiceError as error:
-            return f"{service.url}: {error}"
-        except RequestRefusedError as error:
-            if self._model is None or error.status != 404:
-                raise
-            models = {self._model: {}}  # not every endpoint lists them
-        served[service.url] = served_model(service.url, models, self._model)
-        return ""
 
     async def __call__(
         self,
@@ -639,25 +256,31 @@ class JudgeReward(CopiesStartAfresh):
         if any(videos or ()) or any(audios or ()):
             raise RewardError("a judge cannot be shown videos or audio")
         batch = await asyncio.to_thread(self._batch, prompts, completions, images, columns)
-        questions = self._asker.questions(batch)
-        found: dict[Question, Verdict] = {}
+        questions = self._prompts.questions(batch)
+        verdicts: dict[Question, Verdict] = {}
         async with self._client.calls() as calls:
-            desk = Desk(calls, self._cache)
+            client = JudgeClient(calls, self._cache)
             for attempt in range(self._attempts):
-                missing = [one for one in questions if attempt == 0 or found[one].scores is None]
+                missing = [each for each in questions if not attempt or not verdicts[each].scores]
                 if not missing:
                     break
                 bodies = await asyncio.to_thread(self._bodies, batch, missing, attempt)
-                replies = await desk.ask([*bodies.values()])
-                for one in missing:
-                    reply = replies.get(bodies[one])
-                    # an earlier reply without a verdict tells more than none
-                    if reply is not None or one not in found:
-                        found[one] = self._asker.read(one, reply)
-        values = values_of(questions, found, len(completions))
-        self._log(log_metric, desk, questions, found)
-        log_extra("judge", notes_of(questions, found, len(completions)))
-        return self._with_failures(values, desk, found)
+                replies = await client.replies([*bodies.values()])
+                for question in missing:
+                    reply = replies.get(bodies[question])
+                    # an earlier reply without a verdict is worth more than none
+                    if reply is not None or question not in verdicts:
+                        verdicts[question] = self._prompts.read(question, reply)
+        metrics = verdict_metrics(questions, verdicts) | client.counts()
+        if self._prices:
+            tokens = {"prompt": client.prompt_tokens, "completion": client.completion_tokens}
+            cost = sum(price * tokens[name] for name, price in self._prices.items())
+            metrics["cost"] = cost / 1e6
+        for name, value in metrics.items():
+            log_metric(f"judge/{name}", value)
+        log_extra("judge", reply_texts(questions, verdicts, len(completions)))
+        values = response_values(questions, verdicts, len(completions))
+        return self._with_failures(values, client, verdicts)
 
     def _batch(
         self,
@@ -669,49 +292,190 @@ class JudgeReward(CopiesStartAfresh):
         shown: Sequence[Sequence[str] | None] = [None] * len(completions)
         if images and self._show_images:
             shown = in_base64(images, png_file)
-        return self._asker.batch(prompts, completions, shown, columns)
+        return self._prompts.batch(prompts, completions, shown, columns)
 
     def _bodies(
         self, batch: Batch, questions: Sequence[Question], attempt: int
     ) -> dict[Question, bytes]:
-        return {question: self._body(batch, question, attempt) for question in questions}
-
-    def _body(self, batch: Batch, question: Question, attempt: int) -> bytes:
-        text = self._asker.text(batch, question)
-        options = dict(self._request)
-        if self._samples * self._attempts > 1:
-            options["seed"] = self._seed + question.sample + attempt * self._samples
-        model = self._model or self._served
-        shown = batch.shown[question.about] or ()
-        return encode_request(model, self._system, text, shown, options)
-
-    def _log(
-        self,
-        log_metric: LogMetric,
-        desk: Desk,
-        questions: Sequence[Question],
-        found: Mapping[Question, Verdict],
-    ) -> None:
-        for name, value in qualities(questions, found).items():
-            log_metric(f"judge/{name}", value)
-        for name, value in desk.counts().items():
-            log_metric(f"judge/{name}", value)
-        if self._prices:
-            paid = {"prompt": desk.prompt_tokens, "completion": desk.completion_tokens}
-            cost = sum(price * paid[name] for name, price in self._prices.items()) / 1e6
-            log_metric("judge/cost", cost)
+        """Return the requests; the same bytes for the same question, which the cache relies on."""
+        bodies = {}
+        for question in questions:
+            text = self._prompts.text(batch, question)
+            images = [
+                {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}"}}
+                for image in batch.shown[question.about] or ()
+            ]
+            content = [*images, {"type": "text", "text": text}] if images else text
+            system = [{"role": "system", "content": self._system}] if self._system else []
+            messages = [*system, {"role": "user", "content": content}]
+            body = {"model": self._model or self._served, "messages": messages, **self._request}
+            if self._samples * self._attempts > 1:
+                body["seed"] = self._seed + question.sample + attempt * self._samples
+            bodies[question] = json.dumps(body, sort_keys=True, allow_nan=False).encode()
+        return bodies
 
     def _with_failures(
-        self, values: list[float | None], desk: Desk, found: Mapping[Question, Verdict]
+        self, values: list[float | None], client: JudgeClient, verdicts: Mapping[Question, Verdict]
     ) -> list[float | None]:
-        """Report questions that no attempt has got a reply to."""
-        unanswered = [one for one, verdict in found.items() if verdict.reply is None]
+        """Report questions without a reply in any attempt."""
+        unanswered = [each for each, verdict in verdicts.items() if verdict.reply is None]
         if not unanswered:
             return values
-        complaint = desk.refusal or self._client.services.complaints()
-        failure = f"{len(unanswered)} questions to the judge have no answer: {complaint}"
-        if len(unanswered) == len(found):
+        reason = client.refusal or self._client.services.last_errors()
+        failure = f"{len(unanswered)} questions to the judge have no answer: {reason}"
+        if len(unanswered) == len(verdicts):
             raise ServicesDownError(failure)
-        asked_about = {row for question in unanswered for row in question.order}
-        failed = sum(value is None and row in asked_about for row, value in enumerate(values))
+        concerned = {row for question in unanswered for row in question.order}
+        failed = sum(value is None and row in concerned for row, value in enumerate(values))
         return PartialValues(values, failure, failed)
+
+
+_ABOUT_THE_REQUEST = (400, 413, 422)
+"""Refusals that other requests need not meet, such as of a text that is too long."""
+
+
+class JudgeClient:
+    """The requests of one call, answered by the cache or by the endpoint.
+
+    Args:
+        calls: To the endpoint.
+        cache: Of replies.
+    """
+
+    def __init__(self, calls: Calls, cache: ReplyCache) -> None:
+        self._calls, self._cache = calls, cache
+        self._sent = self._cached = self._unanswered = 0
+        self.prompt_tokens = self.completion_tokens = 0
+        self.refusal = ""
+        self._unsaved: dict[bytes, Reply] = {}
+        self._saving = asyncio.Lock()
+
+    async def replies(self, requests: Iterable[bytes]) -> dict[bytes, Reply]:
+        """Return the replies, as far as there are any; equal requests are sent once."""
+        requests = list(dict.fromkeys(requests))
+        cached = await asyncio.to_thread(self._cache.find, requests)
+        sent = [request for request in requests if request not in cached]
+        try:
+            replies = await gather([self._send(request) for request in sent])
+        finally:
+            await asyncio.to_thread(self._cache.add, self._unsaved)
+        new = {
+            request: reply
+            for request, reply in zip(sent, replies, strict=True)
+            if reply is not None
+        }
+        self._cached += len(cached)
+        self._sent += len(sent)
+        self._unanswered += len(sent) - len(new)
+        self.prompt_tokens += sum(reply.prompt_tokens for reply in new.values())
+        self.completion_tokens += sum(reply.completion_tokens for reply in new.values())
+        return cached | new
+
+    async def _send(self, request: bytes) -> Reply | None:
+        try:
+            reply = await self._calls.send(
+                "{}/chat/completions".format, lambda: request, _read_completion
+            )
+        except RequestRefusedError as error:
+            if error.status not in _ABOUT_THE_REQUEST:
+                raise
+            self.refusal = str(error)
+            return None
+        if reply is not None:  # saved at once, as it is paid for: what follows may fail
+            self._unsaved[request] = reply
+            async with self._saving:  # with those that came while others were written
+                unsaved = dict(self._unsaved)
+                await asyncio.to_thread(self._cache.add, unsaved)
+                for saved in unsaved:
+                    del self._unsaved[saved]
+        return reply
+
+    def counts(self) -> dict[str, float]:
+        """Return the metrics of the requests."""
+        counts: dict[str, float] = {
+            "requests": self._sent,
+            "cached": self._cached,
+            "failures": self._unanswered,
+            "retries": self._calls.retries,
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+        }
+        if self._calls.latencies:
+            counts["latency_s"] = fmean(self._calls.latencies)
+        return counts
+
+
+def _read_completion(reply: Mapping[str, Any]) -> Reply:
+    """Read a chat completion.
+
+    Raises:
+        ServiceError: It is none.
+    """
+    try:
+        choice = reply["choices"][0]
+        text, reason = choice["message"]["content"], choice["finish_reason"]
+    except (LookupError, TypeError) as error:
+        raise ServiceError("the reply is no chat completion") from error
+    if text is not None and not isinstance(text, str):
+        raise ServiceError(f"the content of the reply is a JSON {type(text).__name__}, no text")
+    usage = reply.get("usage")
+    counts = [
+        usage.get(name) if isinstance(usage, Mapping) else 0
+        for name in ("prompt_tokens", "completion_tokens")
+    ]
+    tokens = [count if isinstance(count, int) and count > 0 else 0 for count in counts]
+    return Reply(text or "", reason == "stop", *tokens)
+
+
+_LOCK_TIMEOUT_S = 60.0
+"""While other processes write."""
+
+
+class ReplyCache:
+    """A file of replies by their request, which several processes may share.
+
+    Args:
+        path: An SQLite database, created where there is none. None: nothing is stored.
+        judge: Part of the key; replies of others are not found.
+    """
+
+    def __init__(self, path: str | None, judge: str) -> None:
+        self._path = None if path is None else Path(path).expanduser()
+        self._judge = judge
+
+    def find(self, requests: Sequence[bytes]) -> dict[bytes, Reply]:
+        """Return the stored replies."""
+        if self._path is None:
+            return {}
+        query = "SELECT text, finished FROM replies WHERE request = ?"
+        with self._open(self._path) as database:
+            rows = (
+                (each, database.execute(query, (self._key(each),)).fetchone()) for each in requests
+            )
+            return {each: Reply(row[0], finished=bool(row[1])) for each, row in rows if row}
+
+    def add(self, replies: Mapping[bytes, Reply]) -> None:
+        """Store replies."""
+        if self._path is None or not replies:
+            return
+        with self._open(self._path) as database:
+            database.executemany(
+                "INSERT OR REPLACE INTO replies VALUES (?, ?, ?)",
+                [(self._key(each), reply.text, reply.finished) for each, reply in replies.items()],
+            )
+
+    @contextmanager
+    def _open(self, path: Path) -> Iterator[sqlite3.Connection]:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with closing(sqlite3.connect(path, timeout=_LOCK_TIMEOUT_S)) as database, database:
+                database.execute(
+                    "CREATE TABLE IF NOT EXISTS replies "
+                    "(request BLOB PRIMARY KEY, text TEXT NOT NULL, finished INTEGER NOT NULL)"
+                )
+                yield database
+        except (sqlite3.Error, OSError) as error:
+            raise RewardError(f"cache: {path} cannot be used: {error}") from error
+
+    def _key(self, request: bytes) -> bytes:
+        return hashlib.sha256(self._judge.encode() + b"\n" + request).digest()

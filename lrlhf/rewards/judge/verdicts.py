@@ -1,11 +1,14 @@
-"""What a judge's reply says, read strictly: anything else than one clear verdict is none."""
+"""Verdict formats: the prompts that request a verdict, and how it is written and read.
+
+Replies are read strictly: anything else than one clear verdict is none.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import jinja2
 import jinja2.meta
@@ -23,30 +26,32 @@ _EQUALLY_GOOD = "Both are equally good"
 Choice = Literal["A", "B", "tie"]
 """Which of two is better."""
 SWAPPED: Mapping[Choice, Choice] = {"A": "B", "B": "A", "tie": "tie"}
-"""What a verdict is where the two change places."""
+"""Each verdict with the two in the other order."""
+Shown = Literal["Response", "Image", "Video"]
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def verdict_of(reply: str) -> str | None:
-    """Return what stands behind ``Verdict:`` in the last line; None: it is not so.
+    """Return the verdict after ``Verdict:`` in the last line; None: there is none.
 
-    What a model has thought before ``</think>`` does not count, and a reply that ends in a thought
-    has no verdict. Neither has one with two lines of verdicts.
+    Thoughts before ``</think>`` do not count, and a reply that ends in a thought has no verdict.
+    Neither has one with two lines of verdicts.
     """
     lines = _lines_of(reply)
-    found = [match for line in lines if (match := _LINE.fullmatch(line))]
-    if len(found) != 1 or found[0].string != lines[-1]:
+    matches = [match for line in lines if (match := _LINE.fullmatch(line))]
+    if len(matches) != 1 or matches[0].string != lines[-1]:
         return None
-    return found[0].group(1).strip(_MARKUP)
+    return matches[0].group(1).strip(_MARKUP)
 
 
 def _lines_of(reply: str) -> list[str]:
     """Return the lines behind the thoughts, without markup and empty ones."""
-    return [line for one in _said(reply).splitlines() if (line := one.strip(_MARKUP))]
+    lines = (line.strip(_MARKUP) for line in _behind_thoughts(reply).splitlines())
+    return [line for line in lines if line]
 
 
-def _said(reply: str) -> str:
-    """Return what stands behind the thoughts; nothing, if the reply ends in one."""
+def _behind_thoughts(reply: str) -> str:
+    """Return a reply behind its thoughts; nothing, if it ends in one."""
     return outside_thoughts(reply) if before_open_thought(reply) == reply else ""
 
 
@@ -62,58 +67,49 @@ def read_rating(verdict: str, low: float, high: float) -> tuple[float, ...] | No
 
 
 def choice_of(reply: str) -> Choice | None:
-    """Return which of two responses the last line of a reply calls better; None: it does not."""
+    """Return which of two responses is better by the last line of a reply; None: no verdict."""
     choices: dict[str, Choice] = {"a": "A", "b": "B", "tie": "tie"}
     return choices.get((verdict_of(reply) or "").casefold())
 
 
-def only_choice_of(reply: str) -> Choice | None:
-    """Return which of two responses is called better by a reply that says no more than that."""
-    return choice_of(reply) if len(_lines_of(reply)) == 1 else None
-
-
 def choice_scores(choice: Choice | None) -> tuple[float, ...] | None:
-    """Return 1 for the better and 0 for the other, 0.5 each for a tie; None: of no verdict."""
+    """Return 1 for the better and 0 for the other, 0.5 each for a tie; None: no verdict."""
     scores = {"A": (1.0, 0.0), "B": (0.0, 1.0), "tie": (0.5, 0.5)}
     return None if choice is None else scores[choice]
 
 
-def reasoning_before_line(reply: str) -> str:
-    """Return what stands before the last line."""
-    return reply.rstrip().rpartition("\n")[0].rstrip()
-
-
-def answer_of(verdict: str, shown: str) -> str:
-    """Return a verdict in words, such as ``Image 1 is better``; ``shown``: what the two are."""
+def _sentence(verdict: Choice, shown: Shown) -> str:
+    """Return a verdict in words, such as ``Image 1 is better``."""
     numbers = {"A": 1, "B": 2}
     return f"{shown} {numbers[verdict]} is better" if verdict in numbers else _EQUALLY_GOOD
 
 
 def read_answer(reply: str) -> Choice | None:
-    """Read ``<answer>Image 1 is better</answer>``, behind which and before which nothing may stand.
+    """Read ``<answer>Image 1 is better</answer>``, which must stand alone.
 
-    What a model has thought between ``<think>`` and ``</think>`` does not count.
+    Thoughts between ``<think>`` and ``</think>`` do not count.
 
     Returns:
         ``A``, ``B``, or ``tie`` where both are equally good; None: it is nothing of these.
     """
-    said = _said(reply).strip()
-    if not said.startswith(_ANSWER) or not said.endswith(_END_OF_ANSWER):
+    answer = _behind_thoughts(reply).strip()
+    if not answer.startswith(_ANSWER) or not answer.endswith(_END_OF_ANSWER):
         return None
-    return _ANSWERS.get(said.removeprefix(_ANSWER).removesuffix(_END_OF_ANSWER).strip())
+    sentence = answer.removeprefix(_ANSWER).removesuffix(_END_OF_ANSWER).strip()
+    return next(
+        (
+            choice
+            for choice in SWAPPED
+            for shown in get_args(Shown)
+            if sentence == _sentence(choice, shown)
+        ),
+        None,
+    )
 
 
 def reasoning_before_answer(reply: str) -> str:
-    """Return what stands between ``<think>`` and ``</think>``."""
-    before = reply.rpartition(_END_OF_THOUGHT)[0].strip()
-    return before.removeprefix(_THOUGHT).strip()
-
-
-_ANSWERS: dict[str, Choice] = {
-    **{answer_of("A", shown): "A" for shown in ("Response", "Image", "Video")},
-    **{answer_of("B", shown): "B" for shown in ("Response", "Image", "Video")},
-    _EQUALLY_GOOD: "tie",
-}
+    """Return the thoughts between ``<think>`` and ``</think>``."""
+    return reply.rpartition(_END_OF_THOUGHT)[0].strip().removeprefix(_THOUGHT).strip()
 
 
 def read_ranking(verdict: str, count: int) -> tuple[float, ...] | None:
@@ -121,11 +117,11 @@ def read_ranking(verdict: str, count: int) -> tuple[float, ...] | None:
 
     Args:
         verdict: The best first; equally good ones with ``=`` between them.
-        count: How many there are.
+        count: Of responses.
 
     Returns:
-        The share of the others that each is better than, a tie being half of one; None: a letter
-        is missing, comes twice or is none of theirs.
+        The share of the others that each is better than, a tie counting half; None: a letter is
+        missing, doubled or unknown.
     """
     ranks = [[letter.strip() for letter in rank.split("=")] for rank in verdict.upper().split(">")]
     if sorted(chain.from_iterable(ranks)) != [*LETTERS[:count]]:
@@ -198,7 +194,7 @@ Verdict: <all letters, the best first, such as B > A = C, where = stands between
 _MARKS = re.compile(
     r"<(?=/?(?:response|request)\b|[|\uff5c][^<>\s]{1,64}[|\uff5c]>)", re.IGNORECASE
 )
-"""What begins like the marks of the built-in questions, or is a chat's ``<|im_end|>``."""
+"""Marks like those of the built-in prompts, or of chats such as ``<|im_end|>``."""
 _KNOWN = {"prompt", "responses", "rubric", "low", "high", "letters", "shown"}
 
 
@@ -229,13 +225,13 @@ class JudgeTemplate:
             ) from error
 
     def __reduce__(self) -> tuple[type[JudgeTemplate], tuple[str]]:
-        return JudgeTemplate, (self._text,)  # what jinja2 compiles has no copies
+        return JudgeTemplate, (self._text,)  # a compiled template cannot be copied
 
     def render(self, *, prompt: str, responses: Sequence[str], **values: object) -> str:
         """Fill in.
 
-        Marks in prompt and responses are made text: a response cannot end itself and go on as
-        the question.
+        Marks in prompt and responses become text: a response cannot end itself and continue as
+        the judge's instructions.
 
         Raises:
             RewardError: The template does not fit the values.
@@ -252,12 +248,12 @@ class JudgeTemplate:
 
 
 def marks_as_text(text: str) -> str:
-    """Return a text whose marks of the questions and of chats are no marks any more."""
+    """Escape the marks of the judge's prompts and of chats."""
     return _MARKS.sub("&lt;", text)
 
 
 def prompt_text(prompt: Prompt) -> str:
-    """Return a prompt as the judge is shown it; the turns of a chat below each other."""
+    """Return a prompt as text for the judge; the turns of a chat below each other."""
     if isinstance(prompt, str):
         return prompt
     turns = [(str(turn["role"]), content_text(turn.get("content"))) for turn in prompt]
@@ -267,20 +263,19 @@ def prompt_text(prompt: Prompt) -> str:
 
 
 FormName = Literal["line", "direct", "answer"]
-Shown = Literal["Response", "Image", "Video"]
 
 
 class VerdictForm(NamedTuple):
-    """One way of asking for a verdict on two, and of giving it."""
+    """A format of verdicts on two, with the prompt that requests it."""
 
     template: str
-    """Jinja text of the question."""
+    """Jinja text of the prompt."""
     write: Callable[[Choice, Shown, str], str]
     """Returns the reply with a verdict, on what is shown, after some reasoning."""
     read: Callable[[str], Choice | None]
     """Returns the verdict in a reply, None where it is not clear."""
     reasoning: Callable[[str], str]
-    """Returns what stands before the verdict."""
+    """Returns the text before the verdict."""
     writes_reasoning: bool = True
     """Whether a written reply has the reasoning."""
 
@@ -290,25 +285,29 @@ def _line(verdict: Choice, shown: Shown, reasoning: str) -> str:
     return f"{reasoning}\n\nVerdict: {verdict}" if reasoning else f"Verdict: {verdict}"
 
 
-def _direct(verdict: Choice, shown: Shown, reasoning: str) -> str:
-    del reasoning
-    return _line(verdict, shown, "")
-
-
 def _answer(verdict: Choice, shown: Shown, reasoning: str) -> str:
-    said = f"<answer>{answer_of(verdict, shown)}</answer>"
-    return f"<think>\n{reasoning}\n</think>\n{said}" if reasoning else said
+    answer = f"<answer>{_sentence(verdict, shown)}</answer>"
+    return f"<think>\n{reasoning}\n</think>\n{answer}" if reasoning else answer
+
+
+def _before_last_line(reply: str) -> str:
+    return reply.rstrip().rpartition("\n")[0].rstrip()
 
 
 FORMS: Mapping[FormName, VerdictForm] = {
-    "line": VerdictForm(PAIRWISE, _line, choice_of, reasoning_before_line),
+    "line": VerdictForm(PAIRWISE, _line, choice_of, _before_last_line),
     "direct": VerdictForm(
-        DIRECT, _direct, only_choice_of, reasoning_before_line, writes_reasoning=False
+        DIRECT,
+        lambda verdict, shown, _: _line(verdict, shown, ""),
+        lambda reply: choice_of(reply) if len(_lines_of(reply)) == 1 else None,
+        _before_last_line,
+        writes_reasoning=False,
     ),
     "answer": VerdictForm(ANSWER, _answer, read_answer, reasoning_before_answer),
 }
 """``line``: reasoning, then a last line ``Verdict: A``, ``B`` or ``tie``. ``direct``: that alone.
-``answer``: ``<think>…</think><answer>Image 1 is better</answer>``, as LightRFT's models say it."""
+``answer``: ``<think>…</think><answer>Image 1 is better</answer>``, as LightRFT's models write it.
+"""
 
 
 def verdict_form(name: FormName) -> VerdictForm:

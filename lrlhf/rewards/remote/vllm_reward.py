@@ -23,17 +23,19 @@ from lrlhf.rewards.learned import (
     SpecialTokens,
     as_text,
     check_special_tokens,
+    full_text,
     text_ids,
-    written,
 )
-from lrlhf.rewards.remote.in_parts import scores_of_parts
-from lrlhf.rewards.remote.remote_http import Exchange, ServiceError
-from lrlhf.rewards.remote.remote_services import Service, read_models, served_model
 from lrlhf.rewards.remote.service_client import (
     DEFAULT_TOKEN_ENV,
     Calls,
+    Exchange,
+    Service,
     ServiceClient,
+    ServiceError,
     ServiceSettings,
+    read_models,
+    served_model,
 )
 from lrlhf.rewards.reward_values import finite_number, shorten
 from lrlhf.types import Prompt
@@ -77,7 +79,7 @@ class VLLMReward(CopiesStartAfresh):
 
     ends_by_itself: ClassVar[bool] = True
     none_is_missing: ClassVar[bool] = True
-    _not_copied = ("_client", "_models", "_reader")
+    _not_copied = ("_client", "_models", "_loaded_tokenizer")
 
     def __init__(  # noqa: PLR0913  the keys of a user's config
         self,
@@ -126,33 +128,33 @@ class VLLMReward(CopiesStartAfresh):
     def _start_afresh(self) -> None:
         self._client = ServiceClient(self._settings)
         self._models: dict[str, Mapping[str, Any]] = {}
-        """What each server tells of the model, by its address."""
-        self._reader: PreTrainedTokenizerBase | None = None
+        """What each server reports of the model, by its address."""
+        self._loaded_tokenizer: PreTrainedTokenizerBase | None = None
 
     def prepare(self) -> None:
-        """Wait until a server answers, and load the tokenizer; once it is there, do nothing.
+        """Wait until a server answers, and load the tokenizer; once it is loaded, do nothing.
 
         Raises:
             RewardError: None does within ``startup_timeout``, or does not serve the model; the key
-                cannot be read; there is no tokenizer, or the model sees images.
+                cannot be read; there is no tokenizer, or the model reads images.
         """
         self._ready()
 
     def _ready(self) -> PreTrainedTokenizerBase:
-        if self._reader is None:
-            self._client.meet(self._greet)
-            self._reader = self._load_tokenizer()
-        return self._reader
+        if self._loaded_tokenizer is None:
+            self._client.wait_until_ready(self._probe)
+            self._loaded_tokenizer = self._load_tokenizer()
+        return self._loaded_tokenizer
 
-    async def _greet(self, exchange: Exchange, service: Service) -> str:
+    async def _probe(self, exchange: Exchange, service: Service) -> str:
         """Return what is wrong with a server; empty: nothing."""
         try:
-            models = read_models(await exchange.ask(_address(service.url, "v1/models")))
+            models = read_models(await exchange.send(_address(service.url, "v1/models")))
         except ServiceError as error:
             return f"{service.url}: {error}"
         name = served_model(service.url, models, self._model)
         self._models[service.url] = models[name]
-        service.heard({"model": name})
+        service.note_version({"model": name})
         return ""
 
     def _load_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -183,7 +185,7 @@ class VLLMReward(CopiesStartAfresh):
     ) -> list[float | None]:
         rows = await asyncio.to_thread(self._rows, prompts, completions)
         limits = [self._max_tokens, *(card.get("max_model_len") for card in self._models.values())]
-        limit = min((one for one in limits if one is not None), default=None)
+        limit = min((limit for limit in limits if limit is not None), default=None)
         long = [limit is not None and len(ids) > limit for ids in rows]
         log_metric("vllm/too_long", sum(long) / max(1, len(rows)))
         # rows of one length go together, as a server waits for the longest of a request
@@ -193,14 +195,14 @@ class VLLMReward(CopiesStartAfresh):
         )
         starts = range(0, len(sent), self._batch_size)
         parts = [[rows[row] for row in sent[at : at + self._batch_size]] for at in starts]
-        found = await scores_of_parts(
-            self._client, [(part, len(part)) for part in parts], self._ask, log_metric, name="vllm"
+        results = await self._client.scores(
+            [(part, len(part)) for part in parts], self._score, log_metric, name="vllm"
         )
         scores: list[float | None] = [None] * len(rows)
-        for row, score in zip(sent, found, strict=True):
+        for row, score in zip(sent, results, strict=True):
             scores[row] = score
-        if isinstance(found, PartialValues):
-            return PartialValues(scores, found.failure, found.failed)
+        if isinstance(results, PartialValues):
+            return PartialValues(scores, results.failure, results.failed)
         return scores
 
     def _rows(
@@ -211,17 +213,17 @@ class VLLMReward(CopiesStartAfresh):
         source, rows = str(tokenizer.name_or_path), []
         for prompt, completion in zip(prompts, completions, strict=True):
             chat = not isinstance(prompt, str)
-            asked = prompt if isinstance(prompt, str) else tuple(as_text(turn) for turn in prompt)
-            text = written(tokenizer, self._chat_template, asked, completion, source=source)
-            marks = self._special_tokens
-            rows.append(text_ids(tokenizer, text, chat=chat, special_tokens=marks))
+            if not isinstance(prompt, str):
+                prompt = tuple(as_text(turn) for turn in prompt)
+            text = full_text(tokenizer, self._chat_template, prompt, completion, source=source)
+            rows.append(text_ids(tokenizer, text, chat=chat, special_tokens=self._special_tokens))
         return rows
 
-    async def _ask(self, calls: Calls, part: Sequence[Sequence[int]]) -> list[float] | None:
-        """Return the scores of a part; None: no server gave any."""
+    async def _score(self, calls: Calls, part: Sequence[Sequence[int]]) -> list[float] | None:
+        """Return the scores of a part; None: no server returned any."""
         model = next(iter(self._models.values()))["id"]
         body = {"model": model, "input": part, "use_activation": False}
-        return await calls.ask(
+        return await calls.send(
             partial(_address, page="classify"),
             json.dumps(body).encode,
             partial(self._read, count=len(part)),
@@ -241,25 +243,23 @@ class VLLMReward(CopiesStartAfresh):
             raise ServiceError("the reply is no classification") from error
         if [entry["index"] for entry in entries] != [*range(count)]:
             raise ServiceError(f"the reply has {len(entries)} entries for {count} responses")
-        scores = [finite_number(self._chosen(values)) for values in outputs]
-        if None in scores:
-            bad = scores.index(None)
-            raise ServiceError(f"the score {shorten(outputs[bad])} is no finite float32 number")
-        return [score for score in scores if score is not None]
-
-    def _chosen(self, values: Sequence[Any]) -> Any:
-        if self._label is None and len(values) != 1:
-            raise RewardError(
-                f"the served model gives {len(values)} numbers for a response: choose one with "
-                f"label, from 0 to {len(values) - 1}"
-            )
-        label = self._label or 0
-        if label >= len(values):
-            raise RewardError(
-                f"label is {label}, and the served model gives {len(values)} number(s) for a "
-                f"response; set it to one from 0 to {len(values) - 1}"
-            )
-        return values[label]
+        scores = []
+        for values in outputs:
+            if self._label is None and len(values) != 1:
+                raise RewardError(
+                    f"the served model gives {len(values)} numbers for a response: choose one with "
+                    f"label, from 0 to {len(values) - 1}"
+                )
+            label = self._label or 0
+            if label >= len(values):
+                raise RewardError(
+                    f"label is {label}, and the served model gives {len(values)} number(s) for a "
+                    f"response; set it to one from 0 to {len(values) - 1}"
+                )
+            if (score := finite_number(values[label])) is None:
+                raise ServiceError(f"the score {shorten(values)} is no finite float32 number")
+            scores.append(score)
+        return scores
 
 
 def _address(url: str, page: str) -> str:

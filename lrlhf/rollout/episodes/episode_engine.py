@@ -18,10 +18,9 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.background import EventLoop, in_background
-from lrlhf.environments.limited_calls import EnvironmentFailure
-from lrlhf.environments.session import EpisodeSession, Reaction, Session
+from lrlhf.environments.session import EnvironmentFailure, EpisodeSession, Reaction, Session
 from lrlhf.environments.settings import Episodes, resolve
-from lrlhf.environments.tool_call_formats import detect_format, tool_call_format
+from lrlhf.environments.tool_calls import detect_format, tool_call_format
 from lrlhf.media import MediaProcessor
 from lrlhf.rollout.engines.engine import (
     EngineWrapper,

@@ -23,9 +23,9 @@ from PIL import Image
 
 import lrlhf.apps.serve.batcher as batcher
 import lrlhf.apps.serve.server as server_module
-import lrlhf.web.connections as connections
+from lrlhf import web
 from lrlhf.rewards import LearnedReward
-from lrlhf.web.body import holds_more_values
+from lrlhf.web import holds_more_values
 from tests.apps.serve.conftest import (
     Listening,
     Serving,
@@ -46,7 +46,7 @@ ASKS = {"authorization": f"Bearer {TOKEN}"}
 @pytest.fixture
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_HEAD_SECONDS", "_ANSWER_SECONDS", "KEEP_ALIVE_SECONDS"):
-        monkeypatch.setattr(connections, name, 1.0)
+        monkeypatch.setattr(web, name, 1.0)
 
 
 def said(connection: socket.socket) -> str:

@@ -35,7 +35,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (
             {"model": {"source": "x", "batch_size": 0}},
             [],
-            "error: serve.yaml:4: model.batch_size: batch_size is 0; it must be 1 or more\n",
+            "error: serve.yaml:4: model.batch_size: batch_size is 0; it must be above 0\n",
         ),
         (
             {"model": {"source": "x"}},

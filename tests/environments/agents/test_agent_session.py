@@ -9,8 +9,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from lrlhf.environments.limited_calls import EnvironmentFailure
-from lrlhf.environments.session import Asked, Reaction
+from lrlhf.environments.session import Asked, EnvironmentFailure, Reaction
 from tests.environments.agents.policy import ADD, play, played, serving, session_of
 
 NUMBERS = '{"a": 2, "b": 3}'

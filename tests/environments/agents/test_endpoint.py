@@ -18,12 +18,10 @@ import openai
 import pytest
 from openai import OpenAI
 
-from lrlhf.environments.agents import ChatEndpoint, call_ids
-from lrlhf.environments.agents import endpoint as agents_endpoint
-from lrlhf.environments.agents.chat_protocol import ChatAnswer
-from lrlhf.environments.agents.endpoint import MAX_BODY_BYTES, Question
+from lrlhf import web
+from lrlhf.environments import agents
+from lrlhf.environments.agents import MAX_BODY_BYTES, ChatAnswer, ChatEndpoint, Question, call_ids
 from lrlhf.environments.session import Asked, TurnTokens
-from lrlhf.web import connections
 from tests.environments.agents.policy import ADD, serving
 from tests.forked import run
 
@@ -42,7 +40,7 @@ class Answers:
         self._answer = answer
 
     def __call__(self, question: Question) -> None:
-        assert question.taken()
+        assert question.start()
         self.asked.append(question.asked)
         question.answer(self._answer)
 
@@ -145,7 +143,7 @@ def test_a_question_can_be_refused(endpoint: ChatEndpoint) -> None:
 def test_a_question_that_was_given_up_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     question = Question(Asked(()))
     question.give_up()
-    assert not question.taken()
+    assert not question.start()
     question.refuse("too long")
     question.answer(ChatAnswer(SAYS))
     assert caplog.messages == []
@@ -189,7 +187,7 @@ def connected(endpoint: ChatEndpoint, sends: bytes = b"") -> Iterator[socket.soc
 def test_strangers_with_half_a_request_make_room_for_those_who_are_known(
     endpoint: ChatEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agents_endpoint, "_MAX_CONNECTIONS", 20)
+    monkeypatch.setattr(agents, "_MAX_CONNECTIONS", 20)
     with client_of(endpoint, Answers(ChatAnswer(SAYS))) as client, contextlib.ExitStack() as held:
         assert client.chat.completions.create(model="any", messages=HI).choices
         half = b"POST /v1/chat/comp"
@@ -203,8 +201,8 @@ def test_strangers_with_half_a_request_make_room_for_those_who_are_known(
 def test_half_a_head_and_half_a_body_are_waited_for_so_long(
     endpoint: ChatEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "_HEAD_SECONDS", 0.3)
-    monkeypatch.setattr(agents_endpoint, "_BODY_SECONDS", 0.3)
+    monkeypatch.setattr(web, "_HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(agents, "_BODY_SECONDS", 0.3)
     with connected(endpoint, b"POST /v1/chat/comp") as slow:
         assert slow.recv(1) == b""
     _, key = endpoint.enter(Answers(ChatAnswer(SAYS)))
