@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 
+import lrlhf.strategies  # noqa: F401  registers its names with Lightning
 from lrlhf.guard.anomalies import Anomaly, Guard, StepVerdict
 from lrlhf.guard.dump import StepBundle
 from lrlhf.guard.step_guard import StepGuard

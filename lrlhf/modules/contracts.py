@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.modules.policy.settings import PolicySettings
-from lrlhf.rewards import Rewards
-from lrlhf.rollout import RolloutEngine
+if TYPE_CHECKING:
+    from lrlhf.modules.policy.settings import PolicySettings
+    from lrlhf.rewards import Rewards
+    from lrlhf.rollout import RolloutEngine
 
 
 @runtime_checkable

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
 
-from lrlhf.datamodules import PreferenceDataModule, RowDataModule
+from lrlhf.datamodules.core import RowDataModule
 from lrlhf.run.lightning_internals import data_in_use
 
 
@@ -24,22 +23,6 @@ def set_names(trainer: L.Trainer) -> tuple[str, ...]:
         *(trainer.num_test_batches, trainer.num_predict_batches),
     )
     return ("",) * max(1, *map(len, of_stages))
-
-
-def source_names(trainer: L.Trainer, index: int | None = None) -> Mapping[str, str]:
-    """Return what metrics call each source of a mixture of pairs, by the column ``source``.
-
-    Args:
-        trainer: Trains, evaluates or predicts.
-        index: Of the validation loader; None: the train data.
-
-    Returns:
-        Names in the order of the data; empty where there is nothing to tell apart.
-    """
-    data = data_in_use(trainer)
-    if not isinstance(data, PreferenceDataModule):
-        return {}
-    return data.source_names(None if index is None else data.val_names[index])
 
 
 def set_column(trainer: L.Trainer, index: int, loaders: int) -> dict[str, Any]:

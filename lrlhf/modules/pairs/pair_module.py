@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
+import lightning as L
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
+from lrlhf.datamodules.preferences import PreferenceDataModule
 from lrlhf.guard import Anomaly, Guard, ReplayedStep, StepBundle
 from lrlhf.guard.anomalies import refuse_policy_limits
 from lrlhf.models.token_budget import GIB, PEAK_MEMORY, peak_memory
@@ -40,9 +42,9 @@ from lrlhf.modules.pairs.pair_step import (
     score_records,
     step_records,
 )
-from lrlhf.modules.validation_sets import set_names, source_names
+from lrlhf.modules.validation_sets import set_names
 from lrlhf.run import Collectives, gradients_of, seed_everything_for
-from lrlhf.run.lightning_internals import trainer_of
+from lrlhf.run.lightning_internals import data_in_use, trainer_of
 from lrlhf.types import PreferenceBatch
 
 _WARMUP = 0.03
@@ -159,7 +161,7 @@ class PairModule(TrainingModule):
         """Return a micro-batch's share of the step's loss, see `PairStep`."""
         seed_everything_for(*seed)
         scores, further, values = self.outputs_of(batch)
-        losses = self._measured(scores, batch, self.train_metrics, source_names(self.trainer))
+        losses = self._measured(scores, batch, self.train_metrics, _source_names(self.trainer))
         total = (losses * self.head_weights).sum()
         if further is not None:
             total = total + further.sum()
@@ -249,7 +251,7 @@ class PairModule(TrainingModule):
         del batch_idx
         scores = self.score_pairs(batch)
         number = dataloader_idx if set_names(self.trainer)[dataloader_idx] else -1
-        named = source_names(self.trainer, dataloader_idx)
+        named = _source_names(self.trainer, dataloader_idx)
         self._measured(scores, batch, self.eval_metrics, named, number)
         return {"records": self._records(scores, batch)}
 
@@ -297,7 +299,7 @@ class PairModule(TrainingModule):
         sources = {
             f"{_of_set(one)}{_of_source(source)}"
             for index, one in sets
-            for source in source_names(self.trainer, index).values()
+            for source in _source_names(self.trainer, index).values()
         }
         return {
             f"eval/{prefix}{name}{head}"
@@ -336,8 +338,8 @@ class PairModule(TrainingModule):
         }
 
     def _by_source(self, summary: RewardSummary, index: int | None) -> dict[str, dict[str, float]]:
-        """Return what is told of each source of a mixture, see `source_names`."""
-        names = [*source_names(self.trainer, index).values()]
+        """Return what is told of each source of a mixture, see `_source_names`."""
+        names = [*_source_names(self.trainer, index).values()]
         found = summary.sources.items()
         return {_of_source(names[number]): own.in_brief for number, own in found}
 
@@ -395,15 +397,31 @@ class _UnloggedPairs:
     def state_dict(self) -> dict[str, Any]:
         trainer = self._module.trainer
         seen = Collectives(trainer).gather(self._metrics.seen())
-        return {"ranks": seen, "sources": list(source_names(trainer))}
+        return {"ranks": seen, "sources": list(_source_names(trainer))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         trainer = trainer_of(self._module)
         if trainer is not None:  # a run that goes on, not a model that is loaded
             # the data may have changed, and its sources have other numbers
-            numbers = {source: number for number, source in enumerate(source_names(trainer))}
+            numbers = {source: number for number, source in enumerate(_source_names(trainer))}
             seen = state["ranks"]
             if "sources" in state:  # else from before they were named
                 now = [numbers.get(source, -1) for source in state["sources"]]
                 seen = [self._metrics.renumbered(one, now) for one in seen]
             self._metrics.resume(seen, Collectives(trainer))
+
+
+def _source_names(trainer: L.Trainer, index: int | None = None) -> Mapping[str, str]:
+    """Return what metrics call each source of a mixture of pairs, by the column ``source``.
+
+    Args:
+        trainer: Trains, evaluates or predicts.
+        index: Of the validation loader; None: the train data.
+
+    Returns:
+        Names in the order of the data; empty where there is nothing to tell apart.
+    """
+    data = data_in_use(trainer)
+    if not isinstance(data, PreferenceDataModule):
+        return {}
+    return data.source_names(None if index is None else data.val_names[index])

@@ -21,7 +21,6 @@ from rich.text import Text
 from lrlhf.models.token_budget import GIB, PEAK_MEMORY, peak_memory
 from lrlhf.modules.base import SteppedOptimizer, TrainingModule
 from lrlhf.modules.metrics.metric_sums import MetricSums
-from lrlhf.modules.policy.settings import largest_divisor
 from lrlhf.rollout import RolloutListener
 from lrlhf.run import Collectives, seed_everything_for
 from lrlhf.types import Experience
@@ -348,3 +347,8 @@ class Iteration:
     def _listeners(self) -> list[RolloutListener]:
         callbacks: list[L.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         return [callback for callback in callbacks if isinstance(callback, RolloutListener)]
+
+
+def largest_divisor(rows: int, at_most: int) -> int:
+    """Return the largest number of equal parts, up to a limit, that ``rows`` can be cut into."""
+    return max(parts for parts in range(1, at_most + 1) if rows % parts == 0)

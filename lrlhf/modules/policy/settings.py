@@ -20,6 +20,7 @@ from lrlhf.functional.algorithms import (
 )
 from lrlhf.functional.algorithms.ppo import PPO_CLIP
 from lrlhf.functional.names import unknown_name
+from lrlhf.modules.policy.iteration import largest_divisor
 from lrlhf.modules.settings import (
     AUTOMATIC,
     Advantage,
@@ -447,8 +448,3 @@ def _check_options(where: str, function: Callable[..., Any], options: Mapping[st
     for name in options:
         if name not in known:
             raise unknown_name(f"option in {where}", name, known)
-
-
-def largest_divisor(rows: int, at_most: int) -> int:
-    """Return the largest number of equal parts, up to a limit, that ``rows`` can be cut into."""
-    return max(parts for parts in range(1, at_most + 1) if rows % parts == 0)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import torch
 from peft import PeftModel
@@ -18,11 +18,13 @@ from lrlhf.guard.dump import StepBundle
 from lrlhf.models import looking_once, packs, plain_model
 from lrlhf.modules.base import SteppedOptimizer
 from lrlhf.modules.policy.iteration import Iteration
-from lrlhf.modules.policy.settings import PolicySettings
 from lrlhf.rollout import plan_micro_batches as plan_own
 from lrlhf.rollout.minibatches import MicroBatch, minibatches, trim
 from lrlhf.run.sequence_balancing import balance_over_ranks
 from lrlhf.types import Experience, SequenceBatch
+
+if TYPE_CHECKING:
+    from lrlhf.modules.policy.settings import PolicySettings
 
 RowsT = TypeVar("RowsT", bound=SequenceBatch)
 
