@@ -48,7 +48,6 @@ def pair(
 
 
 @pytest.mark.gpu_lines(
-    "lrlhf.rollout.vllm.servers",
     "lrlhf.rollout.vllm.server_engine",
     "lrlhf.rollout.vllm.transfer",
 )

@@ -299,7 +299,7 @@ def test_a_rollout_has_so_many_responses_behind_each_prompt() -> None:
     assert rollout.group_ids is not None
     assert rollout.group_ids.tolist() == [0, 0, 1, 1]
     assert rollout.truncated.tolist() == [False, False, False, True]
-    with pytest.raises(ValueError, match="returned 3 responses to 2 prompts; 4 were asked for"):
+    with pytest.raises(ValueError, match="returned 3 responses to 2 prompts; 4 were requested"):
         assemble_rollout(prompts, responses[:3], num_generations=2, pad_id=0)
 
 
