@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lrlhf.functional import masked_mean
-from lrlhf.models import CausalLM, said_tokens, save_model, sequence_logprobs
+from lrlhf.models import CausalLM, loss_tokens, save_model, sequence_logprobs
 from lrlhf.modules import Guard, OptimizerConfig, TrainingModule
 from lrlhf.types import PreferenceBatch, SequenceBatch
 
@@ -105,4 +105,4 @@ class ORPO(TrainingModule):
     def _likelihoods(self, rows: SequenceBatch) -> Tensor:
         """`[B]`: the mean log-probability of the tokens of each response."""
         logprobs = sequence_logprobs(self.policy, rows)
-        return masked_mean(logprobs, said_tokens(self.policy, rows), dim=1)
+        return masked_mean(logprobs, loss_tokens(self.policy, rows), dim=1)

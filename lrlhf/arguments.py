@@ -19,7 +19,7 @@ _SHORTENED.maxstring = _SHORTENED.maxother = 60
 
 
 class KeepsArguments:
-    """Knows the arguments that it was constructed with, as far as they were given.
+    """Base of objects that keep the arguments that their constructors were called with.
 
     Example:
         >>> RegexFormat("<think>.*", full_match=False)

@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 
 from lrlhf.arguments import KeepsArguments
-from lrlhf.models.sharding import of_parts, own_part, part_of, settle, whole_shape
+from lrlhf.models.sharding import of_parts, own_part, part_of, reshard, whole_shape
 from lrlhf.modules.contracts import Exportable
 
 
@@ -207,7 +207,7 @@ def trainable_weights(module: L.LightningModule) -> dict[str, nn.Parameter]:
     weights: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
     for role, model in module.trainable_models().items():
-        settle(model)
+        reshard(model)
         for name, weight in model.named_parameters():
             # a policy and a critic may share a backbone
             if not weight.requires_grad or id(weight) in seen:

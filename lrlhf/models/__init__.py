@@ -56,9 +56,9 @@ if TYPE_CHECKING:
     )
     from lrlhf.models.media_inputs import (
         backbone_inputs,
+        cached_vision_features,
         check_media,
         forget_offsets,
-        looking_once,
         media_modules,
         numbers_media,
         placeholder_ids,
@@ -92,7 +92,7 @@ if TYPE_CHECKING:
     from lrlhf.models.token_budget import TokenBudget
     from lrlhf.models.token_logprobs import (
         SequenceOutputs,
-        said_tokens,
+        loss_tokens,
         sequence_logprobs,
         sequence_outputs,
         sequence_values,
@@ -125,6 +125,7 @@ __all__ = [
     "allow_packing",
     "backbone_inputs",
     "cache_dir",
+    "cached_vision_features",
     "check_has_experts",
     "check_media",
     "check_mergeable",
@@ -147,7 +148,7 @@ __all__ = [
     "load_config",
     "load_processor",
     "load_tokenizer",
-    "looking_once",
+    "loss_tokens",
     "media_modules",
     "merged_state_dict",
     "merged_weights",
@@ -163,7 +164,6 @@ __all__ = [
     "repeat_offsets",
     "resolve_source",
     "ruled_out_ids",
-    "said_tokens",
     "save_model",
     "sequence_logprobs",
     "sequence_outputs",

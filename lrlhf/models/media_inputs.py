@@ -187,7 +187,7 @@ def repeat_offsets(model: PreTrainedModel, copies: int) -> None:
 
 
 @contextlib.contextmanager
-def looking_once() -> Iterator[None]:
+def cached_vision_features() -> Iterator[None]:
     """Remember, for the duration of the block, features that no gradient goes through.
 
     So forward passes over parts of a batch encode each image once, as long as the encoder does not

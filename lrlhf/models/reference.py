@@ -18,14 +18,14 @@ from transformers import PreTrainedModel
 
 from lrlhf.models.loading.deferred_weights import is_deferred
 from lrlhf.models.loading.pretrained import CausalLM
-from lrlhf.models.media_inputs import looking_once
+from lrlhf.models.media_inputs import cached_vision_features
 from lrlhf.models.modes import evaluating
 from lrlhf.models.sharding import (
     has_split_weights,
     load_state,
     own_part,
     part_of,
-    settle,
+    reshard,
     state_of,
     whole_shape,
 )
@@ -59,8 +59,8 @@ class ReferencePolicy:
         """Move the reference towards the policy: ``α·policy + (1 - α)·reference`` (TR-DPO)."""
         if not 0.0 <= alpha <= 1.0:
             raise ValueError(f"The share of the policy in the reference is {alpha}, not in [0, 1].")
-        settle(policy)
-        settle(self.model)
+        reshard(policy)
+        reshard(self.model)
         theirs = dict(policy.named_parameters())
         ours = dict(self.model.named_parameters())
         different = sorted(theirs.keys() ^ ours.keys())
@@ -96,9 +96,9 @@ class ReferencePolicy:
         """Split a model of its own over the ranks, with what splits a model in place."""
         shard(self.model)
 
-    def rest(self, *, offload: bool) -> None:
+    def reshard(self, *, offload: bool) -> None:
         """Free what passes over it have gathered, and with ``offload`` its place on the device."""
-        settle(self.model)
+        reshard(self.model)
         if offload:
             self.to("cpu")
 
@@ -154,7 +154,7 @@ class _WithFirstAdapters(ReferencePolicy):
         first = self._first
         was = adapters_disabled(self.model) if first is None else replaced(self.model, first)
         # what is seen with the policy's adapters is not what the reference sees
-        with looking_once(), was, evaluating(self.model):
+        with cached_vision_features(), was, evaluating(self.model):
             return sequence_logprobs(
                 self.model, batch, temperature=temperature, chunk_size=chunk_size
             )
@@ -183,7 +183,7 @@ class _WithFirstAdapters(ReferencePolicy):
                 name: part_of(weights[name], full).clone() for name, full in self._first.items()
             }
 
-    def rest(self, *, offload: bool) -> None:
+    def reshard(self, *, offload: bool) -> None:
         if offload:
             self.to("cpu")
 
@@ -220,7 +220,7 @@ def _adapters_do_nothing(model: PeftModel) -> bool:
 @torch.no_grad()
 def replaced(model: nn.Module, parts: Mapping[str, Tensor]) -> Iterator[None]:
     """Have other values in this rank's parts of some weights, and put its own back at the end."""
-    settle(model)
+    reshard(model)
     weights = {name: w for name, w in model.named_parameters() if name in parts}
     own = {name: own_part(weight).clone() for name, weight in weights.items()}
 
@@ -233,7 +233,7 @@ def replaced(model: nn.Module, parts: Mapping[str, Tensor]) -> Iterator[None]:
         write(parts)
         yield
     finally:
-        settle(model)
+        reshard(model)
         write(own)
 
 

@@ -84,7 +84,7 @@ def device_of(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
-def settle(model: nn.Module) -> None:
+def reshard(model: nn.Module) -> None:
     """Free what was gathered, so that the model's parameters are the parts that are trained.
 
     Between a forward pass without gradients and the next backward pass FSDP2 leaves some weights
@@ -93,7 +93,7 @@ def settle(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    zero.settle(model)
+    zero.reshard(model)
 
 
 def whole(weight: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def of_parts(weight: Tensor, part: Tensor, *, holder: int) -> Tensor:
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     """Return a model's state for a checkpoint, each tensor as `of_parts` describes it."""
-    settle(model)
+    reshard(model)
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     state = model.state_dict(keep_vars=True)
     return {
@@ -191,7 +191,7 @@ def load_state(
     Raises:
         CheckpointMismatchError: Names or shapes differ.
     """
-    settle(model)
+    reshard(model)
     own = model.state_dict(keep_vars=True)
     if strict:
         check_same_names("the checkpoint", stored, own)

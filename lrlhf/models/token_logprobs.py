@@ -39,7 +39,7 @@ class SequenceOutputs(NamedTuple):
     """`[B, T]` each, 0 outside ``response_mask``; None: there is no teacher."""
 
 
-def said_tokens(model: PreTrainedModel | PeftModel, batch: SequenceBatch) -> Bool[Tensor, "B T"]:
+def loss_tokens(model: PreTrainedModel | PeftModel, batch: SequenceBatch) -> Bool[Tensor, "B T"]:
     """Tell which response tokens a model can say: not a row's first, none that stands for media."""
     given = torch.tensor(ruled_out_ids(model.config), device=batch.input_ids.device)
     said = batch.response_mask & batch.attention_mask & ~torch.isin(batch.input_ids, given)

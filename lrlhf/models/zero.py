@@ -120,7 +120,7 @@ def gathered_for_generation(model: nn.Module) -> Iterator[None]:
     if not weights or all(map(_is_held, weights)):
         yield
         return
-    settle(model)
+    reshard(model)
     with torch.inference_mode(False), torch.no_grad():
         gathering = load_deepspeed().zero.GatheredParameters(weights)
         gathering.__enter__()
@@ -132,7 +132,7 @@ def gathered_for_generation(model: nn.Module) -> Iterator[None]:
             gathering.__exit__(None, None, None)
 
 
-def settle(model: nn.Module) -> None:
+def reshard(model: nn.Module) -> None:
     """Free what was gathered, so that each weight is what its pieces say; not within a pass.
 
     Small weights stay whole between passes, and after a pass without gradients others are on their
@@ -145,7 +145,7 @@ def settle(model: nn.Module) -> None:
 
 def make_whole(model: nn.Module) -> None:
     """Give a model ordinary weights on the CPU; all ranks must, and then close its engine."""
-    settle(model)
+    reshard(model)
     whole: dict[int, nn.Parameter] = {}
     for module in model.modules():
         weights = dict(module._parameters)

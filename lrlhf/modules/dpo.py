@@ -27,8 +27,8 @@ from lrlhf.models import (
     TextLimits,
     frozen_reference,
     limits_of,
+    loss_tokens,
     plain_model,
-    said_tokens,
     sequence_logprobs,
 )
 from lrlhf.modules.checks import refuse_idle_encoder, refuse_other_batch
@@ -237,7 +237,7 @@ class DPO(PairModule):
     def outputs_of(self, batch: PreferenceBatch) -> PairOutputs:
         """Compute the implicit rewards of both candidates, what they share only once."""
         both = self._both(batch)
-        said = said_tokens(self.policy, both)
+        said = loss_tokens(self.policy, both)
         reference = self._of_reference(both)
         logprobs = sequence_logprobs(self.policy, both, chunk_size=self.logprob_chunk)
         rewards = implicit_rewards(
@@ -264,7 +264,7 @@ class DPO(PairModule):
             return None
         reference = self.reference.to(self.device)
         logprobs = reference.logprobs(rows, chunk_size=self.logprob_chunk)
-        reference.rest(offload=False)
+        reference.reshard(offload=False)
         return logprobs
 
 

@@ -23,10 +23,10 @@ from lrlhf.models import (
     CausalLM,
     ReferencePolicy,
     TextLimits,
+    cached_vision_features,
     check_has_experts,
     frozen_reference,
     limits_of,
-    looking_once,
     plain_model,
 )
 from lrlhf.modules.base import SteppedOptimizer, TrainingModule
@@ -314,7 +314,7 @@ class PolicyModule(TrainingModule):
         advance_schedules(self, [one.freeze_steps for one in self.stepped_optimizers()])
         self.token_budget.update(it.ranks.least)
         if self.teacher is not None:
-            self.teacher.rest()
+            self.teacher.reshard()
         mix_reference(self.reference, self.policy, self.settings.reference, it)
         log_iteration(self, experience, it)
 
@@ -348,7 +348,7 @@ class PolicyModule(TrainingModule):
         self._enter_scores(it)
         for model in self.trainable_models().values():
             model.train()
-        with looking_once():
+        with cached_vision_features():
             watch = self.optimizer_steps()[bundle.stage](part, text, it)
         moves = None if watch is None else watch.log_ratios
         return ReplayedStep(describe_rows(part, self.tokenizer, moves))

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from lrlhf.functional.names import import_function
 from lrlhf.functional.supervised import TOKEN_LOSSES, TokenLoss
 from lrlhf.guard.anomalies import Guard, prompt_text, shown
-from lrlhf.models import CausalLM, packs, plain_model, said_tokens, sequence_outputs
+from lrlhf.models import CausalLM, loss_tokens, packs, plain_model, sequence_outputs
 from lrlhf.modules.checks import refuse_idle_encoder, refuse_other_batch
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.modules.policy.load_policy import load_policy
@@ -138,7 +138,7 @@ class SFT(RowModule[SequenceBatch]):
         """Return the rows, trained on what the model can say."""
         refuse_other_batch(self, batch, SupervisedBatch, "SupervisedDataModule")
         rows = batch.rows
-        return replace(rows, response_mask=said_tokens(self.policy, rows))
+        return replace(rows, response_mask=loss_tokens(self.policy, rows))
 
     def outputs_of(self, rows: SequenceBatch) -> RowOutputs:
         """Compute the log-probability of every trained token."""

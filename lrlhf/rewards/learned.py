@@ -23,10 +23,10 @@ from lrlhf.media import MediaError, MediaProcessor, MediaRefs
 from lrlhf.models import (
     TEMPLATE_ERRORS,
     RewardNetwork,
+    cached_vision_features,
     context_of,
     load_processor,
     load_tokenizer,
-    looking_once,
     packs,
     reader_of,
     rejoined,
@@ -252,7 +252,10 @@ class LearnedReward(OwnModelReward[_Loaded]):
         }
         packed = packs(loaded.network.scorer.plain)
         scores: list[float | None] = [None] * len(rows)
-        with looking_once(), in_place(loaded.network, loaded.device, offload=self._offload):
+        with (
+            cached_vision_features(),
+            in_place(loaded.network, loaded.device, offload=self._offload),
+        ):
             for indices in batches_of(scored, self._batch_size, packed=packed):
                 values = _score(loaded, [scored[index] for index in indices])
                 for index, score in zip(indices, values, strict=True):

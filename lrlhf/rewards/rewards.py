@@ -482,7 +482,7 @@ _COMPLETE_BATCH = 4
 
 
 class NoRewards(Rewards):
-    """Gives every response the score 0; those whose episode failed have none.
+    """Scores every response 0; those whose episode failed have none.
 
     There is no limit such as ``max_unscorable_fraction`` of `Rewards`. It refuses only an
     environment that is broken: where more than half of the last 100 responses failed, as soon as

@@ -21,7 +21,7 @@ class Filtered(NamedTuple):
     """The responses to train on, and the course of the sampling."""
 
     collected: Collected
-    filler: Bool[Tensor, " B"]
+    padding_rows: Bool[Tensor, " B"]
     """Padding rows: groups without a learning signal that complete the batch."""
     everything: Collected
     """All generated responses."""
@@ -38,7 +38,7 @@ def collect_different(
     num_generations: int,
     any_rank: Callable[[bool], bool],
     scores_of: Callable[[Collected], Tensor] = lambda collected: collected.rewards.scores,
-    teaches: Callable[[Collected], Bool[Tensor, " P"]] | None = None,
+    informative: Callable[[Collected], Bool[Tensor, " P"]] | None = None,
 ) -> Filtered:
     """Sample in rounds until enough groups have a learning signal (DAPO, Yu et al. 2025).
 
@@ -49,7 +49,7 @@ def collect_different(
         num_generations: Responses per prompt.
         scores_of: `[B]`, the scores that are trained on, or `[B, K]`, several of each response;
             NaN: the response is not trained on.
-        teaches: Whether each group has a learning signal; None: whether its scores differ.
+        informative: Whether each group has a learning signal; None: whether its scores differ.
         any_rank: Whether a condition holds on any rank. All ranks sample the same number of
             rounds, as an engine may need them together.
 
@@ -66,7 +66,10 @@ def collect_different(
         size = min(wanted, len(prompts) - used)
         part = sample(prompts.select(torch.arange(used, used + size)), used)
         rounds.append(part)
-        signal = teaches(part) if teaches else groups_differ(scores_of(part), num_generations)
+        if informative:
+            signal = informative(part)
+        else:
+            signal = groups_differ(scores_of(part), num_generations)
         different += signal.tolist()
         used += size
     first = [group for group, differs in enumerate(different) if differs][:wanted]
@@ -74,9 +77,11 @@ def collect_different(
     chosen = first + padding[: wanted - len(first)]
     rows = torch.tensor([g * num_generations + i for g in chosen for i in range(num_generations)])
     device = rounds[0].rollout.input_ids.device
-    filler = torch.arange(wanted * num_generations, device=device) >= len(first) * num_generations
+    padding_rows = (
+        torch.arange(wanted * num_generations, device=device) >= len(first) * num_generations
+    )
     everything = merge_collected(rounds)
-    return Filtered(_selected(everything, rows), filler, everything, len(rounds), used)
+    return Filtered(_selected(everything, rows), padding_rows, everything, len(rounds), used)
 
 
 def groups_differ(scores: Float[Tensor, "B ..."], num_generations: int) -> Bool[Tensor, " P"]:

@@ -39,6 +39,6 @@ class RolloutListener:
                 ``finish_reason`` (``stop`` or ``length``), ``weight_version`` (iterations behind
                 the weights that sampled it), ``columns``, ``extras``, ``temperature`` (of the
                 sampling), ``segments`` (``sampled`` and ``text`` of each) where the policy did
-                not write all text, ``beside`` with values of baseline samples, and ``filler`` for
-                padding rows of dynamic sampling.
+                not write all text, ``extra_values`` with values of baseline samples, and
+                ``padding`` for padding rows of dynamic sampling.
         """

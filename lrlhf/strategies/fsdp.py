@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from lrlhf.models import ValueHead, media_modules
 from lrlhf.models.heads import RewardHead
 from lrlhf.models.loading.deferred_weights import read, reading
-from lrlhf.models.sharding import load_state, make_whole, settle
+from lrlhf.models.sharding import load_state, make_whole, reshard
 from lrlhf.run.checkpoints.sharded_checkpoint import (
     FolderCheckpoints,
     load_optimizer_state,
@@ -306,7 +306,7 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
 
     def _settled(self) -> L.LightningModule:
         assert self.lightning_module is not None
-        settle(self.lightning_module)
+        reshard(self.lightning_module)
         return self.lightning_module
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lrlhf.models import CausalLM, evaluating
 from lrlhf.models.loading.deferred_weights import is_deferred, reading
-from lrlhf.models.sharding import own_part, settle, within
+from lrlhf.models.sharding import own_part, reshard, within
 from lrlhf.rollout import TransformersEngine
 from lrlhf.strategies import FSDP2
 
@@ -41,7 +41,7 @@ class Policy(L.LightningModule):
     def predict_step(self, batch: Tensor) -> float:
         with reading(later=False):
             whole = CausalLM(source=self.source).load()
-        settle(self.policy)
+        reshard(self.policy)
         expected = whole.state_dict()
         for name, weight in self.policy.named_parameters():
             assert isinstance(weight, DTensor)

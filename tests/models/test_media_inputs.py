@@ -17,8 +17,8 @@ from torch.testing import assert_close
 from transformers import PreTrainedModel
 
 from lrlhf.models import (
+    cached_vision_features,
     frozen_reference,
-    looking_once,
     placeholder_ids,
     ruled_out_ids,
     sequence_logprobs,
@@ -172,7 +172,7 @@ def test_what_was_seen_is_remembered_only_inside_the_block(
 ) -> None:
     rows = rows_of(vlm)[:3]
     batch, looks = batch_of(rows), Looks(vlm.model, monkeypatch)
-    with looking_once():
+    with cached_vision_features():
         first = sequence_logprobs(vlm.model, batch)
         assert (looks.calls, looks.images) == (1, 4)
         assert_close(sequence_logprobs(vlm.model, batch), first, rtol=0, atol=0)
@@ -191,7 +191,7 @@ def test_two_models_do_not_remember_for_each_other() -> None:
         for weight in vision_encoder(other.model).parameters():
             weight.mul_(1.5)
     rows = rows_of(policy)
-    with looking_once():
+    with cached_vision_features():
         assert_plain(policy, rows)
         assert_plain(other, rows)
         assert_plain(policy, rows)
@@ -206,7 +206,7 @@ def test_a_reference_below_adapters_does_not_remember_what_the_policy_saw(vlm: V
     for name, weight in policy.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight)
-    with looking_once():
+    with cached_vision_features():
         adapted = sequence_logprobs(policy, batch)
         assert_close(below.logprobs(batch), reference, rtol=0, atol=1e-5)
         assert_close(sequence_logprobs(policy, batch), adapted, rtol=0, atol=1e-5)
@@ -217,7 +217,7 @@ def test_an_encoder_that_learns_is_called_in_every_pass(
     vlm: Vlm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch, looks = batch_of(rows_of(vlm)[:3]), Looks(vlm.model, monkeypatch)
-    with looking_once():
+    with cached_vision_features():
         for calls in (1, 2):
             sequence_logprobs(vlm.model, batch).sum().backward()
             assert looks.calls == calls
@@ -227,7 +227,7 @@ def test_what_was_seen_without_gradients_is_looked_at_again_with_them(vlm: Vlm) 
     batch = batch_of(rows_of(vlm))
     sequence_logprobs(vlm.model, batch).sum().backward()
     alone = gradients(vlm.model)
-    with looking_once():
+    with cached_vision_features():
         with torch.no_grad():
             sequence_logprobs(vlm.model, batch)
         sequence_logprobs(vlm.model, batch).sum().backward()
@@ -244,7 +244,7 @@ def test_a_frozen_encoder_is_called_once_for_several_updates(
     for weight in [*body.parameters(recurse=False), *weights_of(media_modules(vlm.model))]:
         weight.requires_grad_(False)
     batch, looks = batch_of(rows_of(vlm)[:3]), Looks(vlm.model, monkeypatch)
-    with looking_once():
+    with cached_vision_features():
         for _ in range(2):
             sequence_logprobs(vlm.model, batch).sum().backward()
     assert looks.calls == 1

@@ -57,7 +57,7 @@ def test_the_baseline_is_the_score_of_the_greedy_response(
 def test_groups_that_are_sampled_in_rounds_keep_their_own_greedy_score(remax, train) -> None:
     run = train(remax(dynamic_sampling=DynamicSampling(prompts=2)))
     expected = [
-        0.0 if record["filler"] else record["score"] - record["extra_values"]["greedy"]
+        0.0 if record["padding"] else record["score"] - record["extra_values"]["greedy"]
         for record in run.records
     ]
     assert_advantages(run, expected)

@@ -124,7 +124,7 @@ def test_an_estimator_of_the_users_is_asked() -> None:
 
 def test_sampling_and_the_logged_share_ask_the_same() -> None:
     one = collected([(1, 0), (0, 1)])
-    for name, filler in (("grpo", True), ("rloo_turn", False)):
+    for name, padding_rows in (("grpo", True), ("rloo_turn", False)):
         settings: Any = SimpleNamespace(
             algorithm=ALGORITHMS[name], advantage=Advantage(), num_generations=2
         )
@@ -135,9 +135,9 @@ def test_sampling_and_the_logged_share_ask_the_same() -> None:
             wanted=1,
             num_generations=2,
             any_rank=bool,
-            teaches=asks,
+            informative=asks,
         )
-        assert found.filler.tolist() == [filler] * 2
+        assert found.padding_rows.tolist() == [padding_rows] * 2
         metrics = MetricSums()
         measure_rollout(
             replace(one.rollout, turn_rewards=None),
@@ -146,4 +146,4 @@ def test_sampling_and_the_logged_share_ask_the_same() -> None:
             num_generations=2,
             informative=asks(one),
         )
-        assert metrics._read()[0]["rollout/zero_variance_groups"] == (float(filler), 1.0)
+        assert metrics._read()[0]["rollout/zero_variance_groups"] == (float(padding_rows), 1.0)

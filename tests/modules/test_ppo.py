@@ -322,7 +322,7 @@ def test_dynamic_sampling_ends_with_the_batch_and_leaves_its_fillers_out(
     options = {"rewards": rewards, "advantage": advantage, "reference": Reference(kl_coef=0.0)}
     run = train(ppo(dynamic_sampling=DynamicSampling(prompts=2), **options))
     assert run.logged["rollout/rounds"] == 2  # 4 prompts, 2 at a time
-    assert run.logged["rollout/filler_fraction"] == 1
+    assert run.logged["rollout/padding_rows_fraction"] == 1
     assert not run.experience.counted.any()
     assert not run.experience.loss_mask.any()
     after = dict(run.module.named_parameters())  # without the head's unit

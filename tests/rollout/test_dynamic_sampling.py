@@ -73,7 +73,7 @@ def test_rounds_go_on_until_enough_groups_differ() -> None:
     assert found.used == 4
     assert [record["prompt"] for record in found.collected.records] == ["p1", "p1", "p3", "p3"]
     assert found.collected.rollout.input_ids[:, 0].tolist() == [1, 1, 3, 3]
-    assert not found.filler.any()
+    assert not found.padding_rows.any()
     assert found.collected.extra_values["greedy"].tolist() == [0, 0, 2, 2]
     assert found.everything.extra_values["greedy"].tolist() == [-1, -1, 0, 0, 1, 1, 2, 2]
     rollout = found.collected.rollout
@@ -98,7 +98,7 @@ def test_a_batch_that_ends_early_is_filled_up() -> None:
     found, rounds = collect(3, 2)
     assert rounds == [(0, 2), (2, 1)]
     assert [record["prompt"] for record in found.collected.records] == ["p1", "p1", "p0", "p0"]
-    assert found.filler.tolist() == [False, False, True, True]
+    assert found.padding_rows.tolist() == [False, False, True, True]
     assert found.collected.rewards.extras["note"] == ["p1", "p1", "p0", "p0"]
 
 

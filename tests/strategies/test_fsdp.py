@@ -23,7 +23,7 @@ from lrlhf.callbacks import EMA, RLCheckpoint
 from lrlhf.datamodules import PromptDataModule
 from lrlhf.models import CausalLM, LoRA, ValueModel
 from lrlhf.models.loading.deferred_weights import is_deferred, reading
-from lrlhf.models.sharding import settle, whole
+from lrlhf.models.sharding import reshard, whole
 from lrlhf.modules import PPO, RLOO, Critic, Reference, RewardModel, Update
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import RolloutListener, Sampling
@@ -68,7 +68,7 @@ class KeepEnd(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         weights: dict[str, Tensor] = {}
         for role, model in models_of(pl_module).items():
-            settle(model)
+            reshard(model)
             for name, value in model.state_dict(keep_vars=True).items():
                 weights[f"{role}.{name}"] = whole(value).detach().clone()
         state = {"weights": weights, "seen": self.seen}

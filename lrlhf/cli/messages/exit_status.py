@@ -46,7 +46,7 @@ _NO_INPUT = (RewardError, TrainingDivergedError)
 
 
 class Progress(L.Callback):
-    """Knows how far a run has come, and so whose errors are whose."""
+    """Progress of a run, which decides whether an error is the user's."""
 
     def __init__(self) -> None:
         self._batches = 0

@@ -129,7 +129,7 @@ class TextParser:
 
 
 class PretrainingStream:
-    """Gives each train batch its texts.
+    """Adds its texts to each train batch.
 
     The texts are an endless stream of shuffled epochs, and batch number ``i`` takes the stretch
     from ``i * batch_size * ranks`` on: which texts it gets is a pure function of the seed, ``i``

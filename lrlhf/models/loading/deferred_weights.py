@@ -36,7 +36,7 @@ from transformers.initialization import guard_torch_init_functions
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from lrlhf.models.sharding import own_part, settle, within
+from lrlhf.models.sharding import own_part, reshard, within
 
 logger = logging.getLogger(__name__)
 
@@ -334,7 +334,7 @@ def read(
     for part, checks in waiting:
         for check in checks:
             within(model, partial(check, part))
-            settle(model)
+            reshard(model)
 
 
 def _make_room(

@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
 )
 
 from lrlhf.models.heads import is_tied, plain_model
-from lrlhf.models.sharding import class_of, has_split_weights, settle, whole, whole_weights
+from lrlhf.models.sharding import class_of, has_split_weights, reshard, whole, whole_weights
 
 _CONVERSIONS = "_weight_conversions"
 
@@ -108,7 +108,7 @@ def merged_weights(
     ``tied_once`` leaves out further names of a tensor that came before. Without ``adapters`` the
     layers that have some are as they are without them.
     """
-    settle(model)
+    reshard(model)
     changed: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         inside_another = any(name.startswith(f"{outer}.") for outer in changed)
@@ -232,7 +232,7 @@ def _conversions_of(model: PreTrainedModel) -> list[Any]:
 
 
 class CheckpointNames:
-    """Gives weights the names and shapes that checkpoints of a family have, one after another.
+    """Renames and reshapes weights as the checkpoints of a family have them, one after another.
 
     ``from_pretrained`` renames the weights of many families, and stacks those of experts;
     ``save_pretrained`` undoes it for a whole model at once. ``names`` are those that the weights of

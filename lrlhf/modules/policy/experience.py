@@ -197,10 +197,10 @@ def as_experience(
     old_logprobs: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
     values: Tensor | None = None,
-    filler: Tensor | None = None,
+    padding_rows: Tensor | None = None,
     columns: Mapping[str, Tensor] | None = None,
 ) -> Experience:
-    """Start an experience from a rollout: no advantage yet, nothing masked but ``filler`` rows."""
+    """Start an experience from a rollout: no advantages yet, only ``padding_rows`` masked."""
     everything = torch.ones_like(rollout.truncated)
     return Experience(
         **{field.name: getattr(rollout, field.name) for field in fields(rollout)},
@@ -211,7 +211,7 @@ def as_experience(
         values=values,
         advantages=torch.zeros_like(rollout.sampling_logprobs),
         loss_mask=rollout.response_mask,
-        counted=everything if filler is None else everything & ~filler,
+        counted=everything if padding_rows is None else everything & ~padding_rows,
     )
 
 

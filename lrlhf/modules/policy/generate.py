@@ -64,7 +64,7 @@ def generate(
             ``prompt``; or several of these in a list.
         sampling: How tokens are sampled; None: as in training.
         n: Responses to each prompt.
-        seed: Gives the same responses in every call; None: others each time. Without effect at
+        seed: Makes every call return the same responses; None: others each time. Without effect at
             temperature 0.
         images: For a vision-language policy: an image (path, ``PIL.Image``, array, bytes) or a list
             of them; with several prompts, a list with an entry for each. Text is then the user's
@@ -230,7 +230,7 @@ class Sampled:
 
 
 class Scoring:
-    """Asks the rewards of a module beside its run.
+    """Scores responses with the rewards of a module, apart from its run.
 
     Args:
         module: Whose rewards; they may ask for the iterations behind its weights.
@@ -282,7 +282,7 @@ def respond(
         sampling: How tokens are sampled.
         rows: The prompts.
         seeds: One per response, those of one prompt consecutive.
-        score: Asks the rewards; None: nobody does.
+        score: Computes the rewards; None: there are none.
     """
     prompts, rollout = generator.generate(rows, sampling, seeds=seeds)
     rewards = None if score is None else score(prompts, rollout, sampling)

@@ -22,7 +22,7 @@ from lrlhf.functional.masking import masked_mean
 from lrlhf.functional.policy import aggregate
 from lrlhf.functional.value_loss import clipped_value_loss
 from lrlhf.guard.anomalies import StepWatch
-from lrlhf.models import SequenceOutputs, said_tokens, sequence_logprobs, sequence_outputs
+from lrlhf.models import SequenceOutputs, loss_tokens, sequence_logprobs, sequence_outputs
 from lrlhf.modules.base import SteppedOptimizer
 from lrlhf.modules.metrics.rollout_metrics import measure_mismatch, measure_update
 from lrlhf.modules.policy.experience import measure_importance, start_from
@@ -339,7 +339,7 @@ class PolicyStep:
         if text is None:
             return None
         texts = text.to(it.device)
-        said = said_tokens(self._policy, texts)
+        said = loss_tokens(self._policy, texts)
         texts = replace(texts, response_mask=said)
         update = self._settings.update
 

@@ -114,13 +114,13 @@ class Sampler:
         stored = isinstance(batch, StoredRollout) and not batch.as_recorded
         if isinstance(batch, StoredRollout):
             self._check_stored(batch, it)
-            trained, filler = as_collected(batch, step=it.number)
+            trained, padding_rows = as_collected(batch, step=it.number)
             measured = trained
         elif self._settings.dynamic_sampling is not None:
-            trained, filler, measured = self._sample_until_different(batch, it)
+            trained, padding_rows, measured = self._sample_until_different(batch, it)
         else:
             trained = measured = self._sample_batch(batch, it)
-            filler = torch.zeros_like(trained.rollout.truncated)
+            padding_rows = torch.zeros_like(trained.rollout.truncated)
         if not stored:
             _measure_age(trained.rollout, it)
         measure_rollout(
@@ -143,7 +143,7 @@ class Sampler:
             rollout,
             scores=trained.rewards.scores.to(device),
             columns={name: column.to(device).float() for name, column in columns.items()},
-            filler=filler,
+            padding_rows=padding_rows,
         )
         return replace(experience, old_source="recorded") if stored else experience
 
@@ -218,16 +218,18 @@ class Sampler:
             batch,
             lambda prompts, first: self._sample_part(prompts, offset + first, it),
             wanted=settings.dynamic_sampling.prompts,
-            teaches=self._informative,
+            informative=self._informative,
             num_generations=settings.num_generations,
             any_rank=it.ranks.any,
         )
-        filler = filtered.filler
+        padding_rows = filtered.padding_rows
         it.metrics.add("rollout/rounds", filtered.rounds, 1.0)
-        it.metrics.add("rollout/filler_fraction", filler.sum(), float(len(filler)))
-        for record, fills in zip(filtered.collected.records, filler.tolist(), strict=True):
-            record["filler"] = fills
-        return filtered.collected, filler, filtered.everything
+        it.metrics.add(
+            "rollout/padding_rows_fraction", padding_rows.sum(), float(len(padding_rows))
+        )
+        for record, fills in zip(filtered.collected.records, padding_rows.tolist(), strict=True):
+            record["padding"] = fills
+        return filtered.collected, padding_rows, filtered.everything
 
     def _sample_from_queue(
         self, queue: RolloutQueue, batch: PromptBatch, it: Iteration
@@ -607,11 +609,11 @@ def as_collected(stored: StoredRollout, *, step: int) -> tuple[Collected, Tensor
         extras={},
         failures=[],
     )
-    filler = torch.tensor(
-        [bool(record.get("filler", False)) for record in records],
+    padding_rows = torch.tensor(
+        [bool(record.get("padding", False)) for record in records],
         device=stored.rollout.truncated.device,
     )
-    return Collected(stored.rollout, result, records, extra_values_of(records)), filler
+    return Collected(stored.rollout, result, records, extra_values_of(records)), padding_rows
 
 
 def _table(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Float[Tensor, "B K"]:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lrlhf.functional.distillation import TeacherStatistics, teacher_advantages
-from lrlhf.models import ReferencePolicy, ValueHead, looking_once, sequence_outputs
-from lrlhf.models.sharding import settle
+from lrlhf.models import ReferencePolicy, ValueHead, cached_vision_features, sequence_outputs
+from lrlhf.models.sharding import reshard
 from lrlhf.modules.metrics.rollout_metrics import measure_kl, measure_mismatch
 from lrlhf.modules.policy.critic import ValueFunction
 from lrlhf.modules.policy.experience import before_update
@@ -90,7 +90,7 @@ class Scorer:
             and it.step >= self._settings.update.freeze_steps
             and self._generates_exactly(experience, it)
         )
-        with looking_once():
+        with cached_vision_features():
             self._policy.eval()
             logprobs = needs_own and not from_engine
             own = self._own(experience, it, logprobs=logprobs, entropy=select, taught=taught)
@@ -152,11 +152,11 @@ class Scorer:
             return rollout
         if teacher.model is None:
             return replace(rollout, teacher=teacher.tokens(rollout))
-        with looking_once():
+        with cached_vision_features():
             kept = self._in_micro_batches(
                 rollout, [teacher.model.model], lambda part: _columns(teacher.tokens(part)), it
             )
-        teacher.rest()
+        teacher.reshard()
         chosen, ids, logprobs = cast(list[Tensor], kept)
         tokens = TeacherTokens(logprobs=chosen, top_ids=ids, top_logprobs=logprobs)
         return replace(rollout, teacher=tokens)
@@ -168,7 +168,7 @@ class Scorer:
         if self._teacher.model is None:
             rollout = self.ask_teacher(rollout, it)
         self._policy.eval()
-        with looking_once():
+        with cached_vision_features():
             own = self._of_policy(rollout, it, entropy=False, value_head=None, taught=True)
         self._free_gathered()
         assert own.distance is not None
@@ -277,11 +277,11 @@ class Scorer:
     def _free_gathered(self) -> None:
         """Release what only the passes without gradients needed."""
         for model in self._models.values():
-            settle(model)
+            reshard(model)
         if self._reference is not None:
-            self._reference.rest(offload=self._settings.reference.offload)
+            self._reference.reshard(offload=self._settings.reference.offload)
         if self._teacher is not None:
-            self._teacher.rest()
+            self._teacher.reshard()
 
 
 def _with_old(experience: Experience, own: Tensor | None, *, from_engine: bool) -> Experience:

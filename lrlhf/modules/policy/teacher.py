@@ -140,10 +140,10 @@ class RunTeacher:
         model = self.model.to(batch.input_ids.device)
         return model.rows(batch, temperature=self._temperature)
 
-    def rest(self) -> None:
+    def reshard(self) -> None:
         """Free what its passes have gathered, and with ``offload`` its place on the device."""
         if self.model is not None:
-            self.model.rest(offload=self.settings.offload)
+            self.model.reshard(offload=self.settings.offload)
 
     def close(self) -> None:
         """Break off what is asked of a server; a later run looks at its tokens anew."""

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.guard.anomalies import StepWatch, locate, locate_in
 from lrlhf.guard.dump import StepBundle
-from lrlhf.models import looking_once, packs, plain_model
+from lrlhf.models import cached_vision_features, packs, plain_model
 from lrlhf.modules.base import SteppedOptimizer
 from lrlhf.modules.policy.iteration import Iteration
 from lrlhf.rollout import plan_micro_batches as plan_own
@@ -170,7 +170,7 @@ def minibatches_of(
             it.metrics.add("perf/token_imbalance", balanced.after, 1.0)
             # features that nothing is trained for are computed once per step, the others once per
             # micro-batch
-            with looking_once():
+            with cached_vision_features():
                 yield balanced.rows, text
 
 

@@ -21,7 +21,7 @@ from lrlhf.models import (
     skeleton_of,
     unmergeable,
 )
-from lrlhf.models.sharding import has_split_weights, settle, whole, whole_shape
+from lrlhf.models.sharding import has_split_weights, reshard, whole, whole_shape
 from lrlhf.vllm_worker.model_access import PREFIX
 
 
@@ -174,7 +174,7 @@ class AdapterWeights:
 
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield the adapter's weights; all ranks must iterate, if they are sharded."""
-        settle(self._model)
+        reshard(self._model)
         for name, weight in self._parameters():
             yield name, whole(weight).detach().to(dtype)
 

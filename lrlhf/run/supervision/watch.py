@@ -285,7 +285,7 @@ def watch_over(trainer: L.Trainer, *, grace_s: float = 10.0, poll_s: float = 0.5
 
 
 class Watch(L.Callback, RolloutListener):
-    """Knows what this process is doing, and which others it cannot go on without.
+    """State of this process, and of those that it cannot continue without.
 
     A phase that takes longer than its deadline ends the run with `DeadlineError`. A collective that
     fails because another process is gone raises `LostProcessError`, which names the phase. Where
