@@ -129,7 +129,7 @@ def test_what_the_help_says_next_works(
 def test_a_class_is_explained_by_its_short_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["help", "LearnedReward"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("lrlhf.rewards.LearnedReward\n\nThe score that a trained reward model")
+    assert out.startswith("lrlhf.rewards.LearnedReward\n\nThe score of a trained reward model")
     assert "\n    chat_template: Jinja text for prompts that are chats" in out
     assert "\n    source: str  (required)\n" in out
     assert "\n    batch_size: int = 8\n" in out

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.apps.lab.reward_lab.responses import given_responses
+from lrlhf.apps.lab.reward_lab.given import given_responses
 from lrlhf.apps.lab.reward_lab.scoring import score_responses
 from lrlhf.apps.serve.score_request import RequestLimits, read_score_request
 from lrlhf.datamodules.rows.chat import ChatFormat

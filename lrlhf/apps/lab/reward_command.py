@@ -69,7 +69,7 @@ def run_rewards(config: Namespace, build: Callable[[], Rewards]) -> None:
         MistakeError: The rewards cannot be used on these responses.
     """
     # not at the top: they bring torch
-    from lrlhf.apps.lab.reward_lab.responses import given_responses  # noqa: PLC0415
+    from lrlhf.apps.lab.reward_lab.given import given_responses  # noqa: PLC0415
     from lrlhf.apps.lab.reward_lab.scoring import (  # noqa: PLC0415
         reads_media,
         score_responses,

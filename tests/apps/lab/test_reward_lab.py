@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from lrlhf.apps.lab.reward_lab import Lab, Response, as_json, as_page, as_text, look_at
+from lrlhf.apps.lab.reward_lab.given import given_responses, of_record
 from lrlhf.apps.lab.reward_lab.lab import Part
-from lrlhf.apps.lab.reward_lab.responses import given_responses, of_record
 from lrlhf.apps.lab.reward_lab.scoring import (
     ScoredResponses,
     reads_media,

@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from lrlhf.apps.lab.reward_lab.given import GivenResponse, read_media
 from lrlhf.apps.lab.reward_lab.lab import CallTimes, Lab, OddRow
 from lrlhf.apps.lab.reward_lab.responses import (
-    GivenResponse,
     Response,
     beginning_of,
     end_of,
-    read_media,
 )
 from lrlhf.datamodules.rows.media_rows import MediaReader
 from lrlhf.media import MediaOptions
