@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pkgutil
 import re
+import stat
 import sys
 from collections.abc import Container, Iterator, Mapping
 from importlib import import_module
@@ -26,8 +27,7 @@ _OWN: Final = ("lrlhf.", "lightning.", "torch.optim.")
 """Packages whose classes a config may name; strangers write no files there."""
 _ADAPTERS: Final = "lrlhf.environments.adapters"
 """Classes that start programs, and import packages, which their options name."""
-_DOTTED: Final = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*(?::[A-Za-z_][\w.]*)?")
-_IN_FILE: Final = re.compile(r".*\.py:\w+")
+_DOTTED: Final = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*(?::[^\W\d][\w.]*)?")
 
 
 # ---------------------------------------------------------------- what they cost
@@ -40,6 +40,7 @@ def read_yaml(path: Path) -> Any:
         ValueError: It is larger, or no YAML; names the file.
         OSError: It cannot be read.
     """
+    check_regular(path)
     if path.stat().st_size > _MAX_BYTES:
         raise ValueError(f"{path}: has more than {_MAX_BYTES:,} bytes, which no config needs")
     try:
@@ -48,6 +49,17 @@ def read_yaml(path: Path) -> Any:
         return yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def check_regular(path: Path) -> None:
+    """Refuse pipes and devices, which may never end, in the place of a file.
+
+    Raises:
+        ValueError: It is one.
+        OSError: There is no such file.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError(f"{path}: not a file but a folder, pipe or device")
 
 
 def check_expansion(root: yaml.Node | None) -> None:
@@ -127,10 +139,11 @@ def foreign_code(config: Any, *, imported: Container[str] = (), key: str = "") -
     if isinstance(config, Mapping):
         for name, value in config.items():
             inner = f"{key}.{name}".lstrip(".")
-            if name == "trust_remote_code" and value not in (False, None):
+            last = str(name).rpartition(".")[2]  # a key may have dots
+            if last == "trust_remote_code" and value not in (False, None):
                 source = config.get("source") or "a model"
                 yield f"{inner} would run Python code that comes with {source}"
-            elif name == "class_path" and isinstance(value, str) and _is_adapter(value):
+            elif last == "class_path" and isinstance(value, str) and _is_adapter(value):
                 yield f"{inner} {value} would run programs or packages of others"
             else:
                 yield from foreign_code(value, imported=imported, key=inner)
@@ -139,6 +152,21 @@ def foreign_code(config: Any, *, imported: Container[str] = (), key: str = "") -
             yield from foreign_code(value, imported=imported, key=f"{key}[{index}]")
     elif isinstance(config, str) and _imports(config, imported):
         yield f"{key} would import {config}"
+    elif isinstance(config, str) and (inner := _as_object(config)) is not None:
+        yield from foreign_code(inner, imported=imported, key=key)
+
+
+def _as_object(text: str) -> Any:
+    """Read a text as jsonargparse would where an object is wanted; None: it is none."""
+    if not any(mark in text for mark in ":[{\n"):
+        return None
+    try:
+        check_text(text)
+        # where a config is looked at, it is imported anyway; reading files of runs needs none of it
+        read = import_module("jsonargparse").get_loader("yaml")(text)
+    except (yaml.YAMLError, RecursionError, ValueError):
+        return None
+    return read if isinstance(read, dict | list) else None
 
 
 def _is_adapter(class_path: str) -> bool:
@@ -147,7 +175,7 @@ def _is_adapter(class_path: str) -> bool:
 
 def _imports(text: str, imported: Container[str]) -> bool:
     """Whether a value is the path of something that a file would be imported for."""
-    if _IN_FILE.fullmatch(text):
+    if ".py:" in text:  # a function in a file
         return True
     if not _DOTTED.fullmatch(text) or not {".", ":"} & set(text) or _is_own(text):
         return False

@@ -147,13 +147,19 @@ MARK = "from pathlib import Path\nPath({!r}).touch()\n"
 def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The file that is there once foreign code has run, which the working folder holds."""
     mark = Path("ran").absolute()
-    for path in ("evil.py", "evil_package/__init__.py", "evil_package/inner/__init__.py"):
+    names = ("evil.py", "évil.py", "evil_package/__init__.py", "evil_package/inner/__init__.py")
+    for path in names:
+        "evil.py",
+        "évil.py",
+        "evil_package/__init__.py",
+        "evil_package/inner/__init__.py",
+    ):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(MARK.format(str(mark)) + "def reward(completions): return 0\n")
     Path("prompts.jsonl").write_text('{"prompt": "a"}\n')
     monkeypatch.setattr(sys, "path", [*sys.path, str(Path.cwd())])
     yield mark
-    for name in [name for name in sys.modules if name.startswith("evil")]:
+    for name in [name for name in sys.modules if name.startswith(("evil", "évil"))]:
         del sys.modules[name]
 
 
@@ -201,6 +207,11 @@ def run_with_config(model_folder: str, policy: Any, **options: Any) -> Path:
         ("sampling", "sampling.class_path would import evil.Sampling"),
         ("inside", "policy.init_args.lora.class_path would import evil.LoRA"),
         ("through", "policy.class_path would import lrlhf.foreign_files.sys.exit"),
+        ("quoted", "policy.trust_remote_code would run Python code that comes with coded"),
+        ("quoted class", "sampling.class_path would import evil.Sampling"),
+        ("dotted", "policy.init_args.trust_remote_code would run Python code that comes with"),
+        ("letters", "policy.class_path would import évil.Policy"),
+        ("file", "sampling would import evil.py:re-ward"),
         ("package", "source 'package:evil_package.inner' holds neither"),
         ("model", "comes with Python code of its own"),
     ],
@@ -219,9 +230,22 @@ def test_a_run_folder_runs_no_code(
         },
         "through": {"class_path": "lrlhf.foreign_files.sys.exit", "init_args": {"status": 0}},
         "package": "package:evil_package.inner",
-        "sampling": model_folder,
+        # YAML inside of a text is read where an object is wanted
+        "quoted": f"{{source: {coded}, trust_remote_code: true}}",
+        "dotted": {
+            "class_path": "CausalLM",
+            "init_args.source": str(coded),
+            "init_args.trust_remote_code": True,
+        },
+        "letters": {"class_path": "évil.Policy"},
+        **dict.fromkeys(("sampling", "quoted class", "file"), model_folder),
     }
-    options = {"sampling": {"class_path": "evil.Sampling"}} if attack == "sampling" else {}
+    samplings: dict[str, Any] = {
+        "sampling": {"class_path": "evil.Sampling"},
+        "quoted class": "class_path: evil.Sampling",
+        "file": "evil.py:re-ward",
+    }
+    options = {"sampling": samplings[attack]} if attack in samplings else {}
     source = run_with_config(model_folder, policies.get(attack, trusting), **options)
     source = coded if attack == "model" else source
     rest = {

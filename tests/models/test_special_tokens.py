@@ -188,3 +188,17 @@ def test_whatever_a_message_holds_is_split() -> None:
     ((key, (value, *others)),) = call["arguments"].items()
     assert (unsplit(key), unsplit(value), others) == (mark, mark, [1, None])
     assert split["content"][1] == {"type": "image"}
+
+
+def test_a_token_in_two_text_parts_is_split_too() -> None:
+    tokenizer = llama("<s>", "</s>")
+    image = {"type": "image", "image": "a.png"}
+    parts = [{"type": "text", "text": "a</"}, {"type": "text", "text": "s>b"}]
+    (message,) = split_messages(tokenizer, [{"role": "user", "content": parts}])
+    text = "".join(part["text"] for part in message["content"])
+    assert "</s>" not in text
+    assert unsplit(text) == "a</s>b"
+    # parts that make no token together, or have a picture between them, stay as they are
+    for apart in ([parts[0], image, parts[1]], [parts[1], parts[0]]):
+        (message,) = split_messages(tokenizer, [{"role": "user", "content": apart}])
+        assert message["content"] == apart

@@ -77,7 +77,7 @@ def test_the_wheel_has_every_module(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if name.startswith("lrlhf/")}
     expected = {str(path.relative_to(ROOT)) for path in (ROOT / "lrlhf").rglob("*.py")}
-    pages = (ROOT / "lrlhf").glob("analysis/**/templates/*")
+    pages = (ROOT / "lrlhf").glob("apps/lab/**/templates/*")
     expected |= {str(path.relative_to(ROOT)) for path in pages}
     assert packed == expected | {"lrlhf/py.typed"}
 

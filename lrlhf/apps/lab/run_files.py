@@ -7,14 +7,17 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lrlhf.foreign_files import read_yaml
+from lrlhf.foreign_files import check_regular, read_yaml
 
 if TYPE_CHECKING:
     import pandas as pd
 
+_LONGEST_LINE = 2**28
+"""Bytes of a line that no record of a run has."""
 _EVALUATION = re.compile(r"eval_scores_(\d+)\.jsonl")
 
 
@@ -67,7 +70,7 @@ class RunFiles:
         A run may be a stranger's, whose config could name any folder of this machine.
         """
         roots = (Path(root).expanduser() for root in dict.fromkeys(_roots(self.config.get("data"))))
-        return [root for root in roots if root.resolve().is_relative_to(Path.cwd())]
+        return [root for root in roots if Path.cwd() in root.resolve().parents]
 
     @property
     def evaluations(self) -> dict[int, Path]:
@@ -149,9 +152,16 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield number, from 1, and bytes of the lines that end in a line break."""
+    """Yield number, from 1, and bytes of the lines that end in a line break.
+
+    Raises:
+        ValueError: It is a pipe or a device, or a line is too long for a record.
+    """
+    check_regular(path)
     with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(iter(partial(lines.readline, _LONGEST_LINE), b""), start=1):
+            if len(line) == _LONGEST_LINE:
+                raise ValueError(f"{path}, line {number} has more than {_LONGEST_LINE:,} bytes")
             if line.endswith(b"\n"):
                 yield number, line
 

@@ -225,8 +225,37 @@ def split_messages(
         if message.get("role") == "assistant" and _is_found(pattern, message):
             source = f"{template or tokenizer.chat_template or ''}"
             found = _pattern_of_answers(tokenizer, known, source)
+        content = message.get("content")
+        if isinstance(content, list):
+            message = {**message, "content": _without_seams(pattern, content)}
         split.append(_split(found, message))
     return split
+
+
+def _without_seams(pattern: re.Pattern[str], parts: list[Any]) -> list[Any]:
+    """Join neighbouring text parts where a special token begins in one and ends in the next.
+
+    Templates write parts one after another, so that the token would stand in the text.
+    """
+    joined: list[Any] = []
+    for part in parts:
+        before = joined[-1] if joined else None
+        if _is_text(before) and _is_text(part):
+            text = f"{before['text']}{part['text']}"
+            alone = sum(len(pattern.findall(one["text"])) for one in (before, part))
+            if len(pattern.findall(text)) > alone:
+                joined[-1] = {**before, "text": text}
+                continue
+        joined.append(part)
+    return joined
+
+
+def _is_text(part: Any) -> bool:
+    return (
+        isinstance(part, Mapping)
+        and part.get("type", "text") == "text"
+        and isinstance(part.get("text"), str)
+    )
 
 
 def split_text(tokenizer: PreTrainedTokenizerBase, value: Any) -> Any:

@@ -1,6 +1,7 @@
 """Responses and evaluations of a run as data frames."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +52,25 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
     (tmp_path / "rollouts.jsonl").write_text('{"step": 1}\n[1]\n')
     with pytest.raises(ValueError, match=r"rollouts\.jsonl, line 2 is no JSON object"):
         RunFiles(tmp_path).response_table()
+
+
+def test_a_pipe_a_device_or_an_endless_line_in_a_run_is_refused(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.csv").write_text("step,score\n1,0.5\n")
+    files = RunFiles(run)
+    os.mkfifo(run / "rollouts.jsonl")
+    with pytest.raises(ValueError, match=r"rollouts.jsonl: not a file but a folder, pipe or dev"):
+        list(files.responses())
+    (run / "rollouts.jsonl").unlink()
+    (run / "rollouts.jsonl").symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match="not a file but"):
+        list(files.responses())
+    os.mkfifo(run / "config.yaml")
+    with pytest.raises(ValueError, match=r"config\.yaml: not a file but"):
+        _ = files.config
+    (run / "rollouts.jsonl").unlink()
+    with (run / "rollouts.jsonl").open("wb") as sparse:
+        sparse.truncate(2**33)
+    with pytest.raises(ValueError, match="line 1 has more than 268,435,456 bytes"):
+        list(files.responses())

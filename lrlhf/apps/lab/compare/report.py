@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from lrlhf.apps.lab.compare.comparison import (
 )
 from lrlhf.apps.lab.compare.configs import ConfigDiff, config_diff, same_seeds
 from lrlhf.apps.lab.compare.evaluations import read_evaluation
-from lrlhf.apps.lab.run_files import RunFiles
+from lrlhf.apps.lab.run_files import RunFiles, whole_lines
 from lrlhf.secrets import escaped
 
 _SECONDS = "_s"
@@ -90,10 +89,8 @@ def _columns(path: Path) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     if not path.exists():
         return found
-    text = path.read_text(encoding="utf-8")
-    # a run that goes on may be writing the last line
-    whole = text[: text.rfind("\n") + 1]
-    for row in csv.DictReader(io.StringIO(whole, newline="")):
+    lines = (line.decode() for _, line in whole_lines(path))
+    for row in csv.DictReader(lines):
         for name, cell in row.items():
             if not cell:
                 continue
