@@ -149,11 +149,6 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     mark = Path("ran").absolute()
     names = ("evil.py", "évil.py", "evil_package/__init__.py", "evil_package/inner/__init__.py")
     for path in names:
-        "evil.py",
-        "évil.py",
-        "evil_package/__init__.py",
-        "evil_package/inner/__init__.py",
-    ):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(MARK.format(str(mark)) + "def reward(completions): return 0\n")
     Path("prompts.jsonl").write_text('{"prompt": "a"}\n')

@@ -239,23 +239,23 @@ def _without_seams(pattern: re.Pattern[str], parts: list[Any]) -> list[Any]:
     """
     joined: list[Any] = []
     for part in parts:
-        before = joined[-1] if joined else None
-        if _is_text(before) and _is_text(part):
-            text = f"{before['text']}{part['text']}"
-            alone = sum(len(pattern.findall(one["text"])) for one in (before, part))
-            if len(pattern.findall(text)) > alone:
-                joined[-1] = {**before, "text": text}
+        texts = [_text_of(neighbour) for neighbour in (*joined[-1:], part)]
+        if len(texts) == 2 and texts[0] is not None and texts[1] is not None:
+            text = texts[0] + texts[1]
+            apart = len(pattern.findall(texts[0])) + len(pattern.findall(texts[1]))
+            if len(pattern.findall(text)) > apart:
+                joined[-1] = {**joined[-1], "text": text}
                 continue
         joined.append(part)
     return joined
 
 
-def _is_text(part: Any) -> bool:
-    return (
-        isinstance(part, Mapping)
-        and part.get("type", "text") == "text"
-        and isinstance(part.get("text"), str)
-    )
+def _text_of(part: Any) -> str | None:
+    """Return the text of a part; None: it is none."""
+    if not isinstance(part, Mapping) or part.get("type", "text") != "text":
+        return None
+    text = part.get("text")
+    return text if isinstance(text, str) else None
 
 
 def split_text(tokenizer: PreTrainedTokenizerBase, value: Any) -> Any:
