@@ -1,4 +1,4 @@
-"""The policy's weights in an engine that has a copy of its own."""
+"""Weight sync: the policy's weights in an engine that has a copy of its own."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def _public_classes() -> dict[str, type]:
     found: dict[str, type] = {}
     for package in _PACKAGES:
         module = import_module(f"lrlhf.{package}")
-        public = {name: vars(module).get(name) for name in module.__all__}
+        public = {name: getattr(module, name, None) for name in module.__all__}
         found = {n: one for n, one in public.items() if isinstance(one, type)} | found
     return found
 

@@ -1,4 +1,4 @@
-"""Weights for tokens that were sampled with other probabilities than the trainer computes."""
+"""Importance sampling: weights of tokens that other probabilities sampled than the trainer's."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def importance_weights(
         ValueError: Unknown mode, or bounds that do not hold 1 or do not fit the mode.
 
     Reference:
-        token_truncate: Yao et al. 2025 (TIS), https://openreview.net/forum?id=xsonlP8DRV;
+        token_truncate, truncated importance sampling: Yao et al. 2025 (TIS), https://openreview.net/forum?id=xsonlP8DRV;
         token_mask: Ling Team 2025 (IcePop), https://arxiv.org/abs/2510.18855; the ratio of the
         geometric mean: Zheng et al. 2025 (GSPO), eq. 7, https://arxiv.org/abs/2507.18071
 

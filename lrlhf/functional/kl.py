@@ -1,4 +1,4 @@
-"""Distance to the reference policy: per-token estimates, as a penalty, and its coefficient."""
+"""Reference policy KL: per-token estimates, as a penalty, and its coefficient."""
 
 from __future__ import annotations
 

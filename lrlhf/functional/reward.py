@@ -1,4 +1,4 @@
-"""Losses of a reward model on pairs of answers, one value per pair."""
+"""Losses of a reward model on pairs (Bradley-Terry and others), one value per pair."""
 
 from __future__ import annotations
 

@@ -134,6 +134,11 @@ def test_a_class_is_explained_by_its_short_name(capsys: pytest.CaptureFixture[st
     assert "\n    source: str  (required)\n" in out
     assert "\n    batch_size: int = 8\n" in out
 
+    # names of packages are imported when they are first used: a process of its own has none yet
+    command = [sys.executable, "-m", "lrlhf", "help", "RLOO"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.splitlines()[:1]) == (0, ["lrlhf.modules.RLOO"])
+
     assert main(["help", "lrlhf.rollout.Sampling"]) == 0  # a dataclass
     assert "\n    temperature: float = 1.0\n" in capsys.readouterr().out
 
