@@ -13,14 +13,17 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set, ValuesView
+from itertools import chain
+from string import Formatter
 from typing import Any, Final, TypeVar
 
 import psutil
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes, pass_context
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from transformers.utils import chat_template_utils
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -37,8 +40,23 @@ _LONG_SECONDS: Final = 0.3
 _POLL_SECONDS: Final = 0.1
 _MAX_BITS: Final = 64
 """Of a number."""
-_WIDTHS: Final = re.compile(r"%[-+ #\d.]*(?:\d{6}|\*)|\{[^}]*:[^}]*(?:\d{6}|\{)")
-"""In a format: what pads to a million letters, or to as many as an argument says."""
+_MAX_WIDTH: Final = 999
+_WIDTH: Final = re.compile(r"\d{4}")
+_WIDTHS: Final = re.compile(r"%[-+ #\d.]*(?:\d{4}|\*)")
+"""In a format: what pads to more than that, or to as many letters as an argument says."""
+_NAMED_WIDTHS: Final = re.compile(r"\)[-+ #\d.]*\d{4}")
+"""The same behind a name, as in ``%(name)9999d``."""
+_UNSAFE: Final = frozenset({"encode", "to_bytes", "translate"})
+"""Methods no chat template needs: bytes have methods of their own that make much of little."""
+_ELEMENTS: Final = frozenset(
+    re.findall(
+        r"\w+",
+        "abs attr batch count d default dictsort first float groupby int items last length list"
+        " map max min random reject rejectattr reverse round select selectattr slice sort unique",
+    )
+)
+"""Filters that make no text of their value, and no sum."""
+_HOLDERS: Final = (list, tuple, Mapping, Set, ValuesView)
 
 
 class _OverdueError(Exception):
@@ -159,12 +177,32 @@ class _BoundedTemplate(Template):
 
 
 class _Generator(CodeGenerator):
-    """Compiles ``a ~ b`` so that the text is measured."""
+    """Compiles ``a ~ b`` and ``{{ a }}`` so that what becomes text is measured before."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
+        joining = "markup_join" if frame.eval_ctx.autoescape else "str_join"
+        if frame.eval_ctx.volatile:
+            joining = "(markup_join if context.eval_ctx.autoescape else str_join)"
+        self.write(f"{joining}(environment.measured((")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write(")))")
+
+    def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
+        super()._output_child_pre(node, frame, finalize)
         self.write("environment.measured(")
-        super().visit_Concat(node, frame)
+
+    def _output_child_post(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
         self.write(")")
+        super()._output_child_post(node, frame, finalize)
+
+
+class _Filters(dict[str, Any]):
+    """Filters that are bounded, those too that somebody sets later."""
+
+    def __setitem__(self, name: str, function: Callable[..., Any]) -> None:
+        super().__setitem__(name, _bounded_filter(name, function))
 
 
 def _concat(blocks: Iterable[str]) -> str:
@@ -187,14 +225,19 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        for name in ("batch", "center", "format", "indent", "join", "replace", "wordwrap"):
-            self.filters[name] = _bounded_filter(name, self.filters[name])
+        filters, self.filters = self.filters, _Filters()
+        for name, function in filters.items():
+            self.filters[name] = function
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Say whether a template may have an attribute."""
+        return attr not in _UNSAFE and super().is_safe_attribute(obj, attr, value)
 
     @staticmethod
-    def measured(text: str) -> str:
-        """Return a text that was made of bounded ones, unless it is too long."""
-        _check_size(len(text))
-        return text
+    def measured(value: ResultT) -> ResultT:
+        """Return what becomes a text, unless that is too long."""
+        _check_size(_weight(value))
+        return value
 
     def from_string(self, source: Any, *args: Any, **kwargs: Any) -> Template:
         """Compile a template."""
@@ -204,8 +247,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Compute what may become large at once."""
         if operator == "%" and isinstance(left, str):
-            _check_format(left)
-            _check_pieces(left.count("%"), right if isinstance(right, tuple) else (right,))
+            _check_format(left, right if isinstance(right, tuple) else (right,))
         elif operator == "+":
             _check_size(_length(left) + _length(right))
         elif operator == "**":
@@ -224,7 +266,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if wrapped is None:
             return None
         text = value.__self__
-        _check_format(text)
+        for _, _, width, _ in Formatter().parse(text):
+            if width and ("{" in width or _WIDTH.search(width)):
+                raise _padding()
 
         def bounded(*args: Any, **kwargs: Any) -> Any:
             _check_pieces(text.count("{"), [*args, *kwargs.values()])
@@ -235,51 +279,113 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         """Call a method, of a text only with numbers that are widths."""
         owner = getattr(__obj, "__self__", None)
-        if isinstance(owner, str):
-            args = _measured_arguments(getattr(__obj, "__name__", ""), owner, args, kwargs)
-        return super().call(__context, __obj, *args, **kwargs)
+        if not isinstance(owner, str):
+            return super().call(__context, __obj, *args, **kwargs)
+        name = getattr(__obj, "__name__", "")
+        _check_numbers(args, kwargs)
+        if name == "expandtabs":
+            _check_size(owner.count("\t") * _longest(args, kwargs))
+        elif name == "replace":
+            _check_replaced(owner, args, kwargs)
+        elif name == "join" and args:
+            args = (_joined(owner, args[0]), *args[1:])
+        result = super().call(__context, __obj, *args, **kwargs)
+        _check_size(_length(result))
+        return result
 
 
 def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Bound a filter, which may have the environment or the like before its value."""
-    first = int(hasattr(function, "jinja_pass_arg"))
+    """Bound a filter.
 
-    def bounded(*given: Any, **kwargs: Any) -> Any:
-        passed, value, args = given[:first], given[first], given[first + 1 :]
+    It gets the context, by which jinja2 does not compute it while it compiles, unwatched.
+    """
+    passed = getattr(getattr(function, "jinja_pass_arg", None), "name", "")
+
+    def bounded(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_numbers(args, kwargs)
         if name == "join":
-            separator = args[0] if args else kwargs.get("d", "")
-            (value,) = _measured_arguments(name, str(separator), (value,), {})
-        elif isinstance(value, str):
-            args = _measured_arguments(name, value, args, kwargs)
-        return function(*passed, value, *args, **kwargs)
+            value = _joined(str(_argument(args, kwargs, 0, "d")), value)
+        elif name == "round":
+            _check_bits(_longest(args, kwargs))
+        elif name not in _ELEMENTS:
+            _check_filter(name, value, args, kwargs)
+        first = {"context": context, "environment": context.environment}
+        first["eval_context"] = context.eval_ctx
+        given = [first[passed]] if passed else []
+        result = function(*given, value, *args, **kwargs)
+        _check_size(_length(result))
+        return result
 
-    return functools.wraps(function)(bounded)  # with jinja2's mark of what it passes first
+    return pass_context(functools.wraps(function)(bounded))
 
 
-def _measured_arguments(
-    name: str, text: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, ...]:
-    """Return the arguments of a method or filter of a text, unless what it makes is too long."""
-    _check_numbers(args, kwargs)
+def _check_filter(name: str, value: Any, args: Any, kwargs: Any) -> None:
+    """Refuse a filter of a text, or one that makes a text, with more letters than it may have."""
+    weight = _weight(value)
+    _check_size(weight)
     if name == "format":
-        _check_format(text)
-        _check_pieces(text.count("%") + text.count("{"), [*args, *kwargs.values()])
-    elif name == "replace" and len(args) > 1:
-        _check_size(len(text) + text.count(str(args[0])) * len(str(args[1])))
-    elif name == "join" and args:
-        pieces = list(args[0])
-        _check_size(sum(len(text) + _length(piece) for piece in pieces))
-        return (pieces, *args[1:])
-    return args
+        _check_format(str(value), [*args, *kwargs.values()])
+    elif name == "replace":
+        _check_replaced(str(value), args, kwargs)
+    elif name == "indent":
+        lines = sum(map(str(value).count, "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029")) + 1
+        _check_size(weight + lines * _longest(args, kwargs))
+    elif name == "tojson":
+        _check_size(weight * max(_longest(args, kwargs), 1))
+    elif name in {"urlize", "wordwrap", "xmlattr"}:
+        _check_size(weight * max(_longest(args, kwargs, numbers=False), 1))
+
+
+def _argument(args: Any, kwargs: Any, place: int, name: str) -> Any:
+    return args[place] if len(args) > place else kwargs.get(name, "")
+
+
+def _check_replaced(text: str, args: Any, kwargs: Any) -> None:
+    old, new = (str(_argument(args, kwargs, i, name)) for i, name in enumerate(("old", "new")))
+    _check_size(len(text) + text.count(old) * len(new))
+
+
+def _joined(separator: str, value: Any) -> list[Any]:
+    """Return what is joined, unless that makes too long a text."""
+    pieces = list(value)
+    _check_size(_weight(pieces) + len(separator) * len(pieces))
+    return pieces
+
+
+def _longest(args: Any, kwargs: Any, *, numbers: bool = True) -> float:
+    """The letters of the longest argument, or how many a number says."""
+    given = [*args, *kwargs.values()]
+    texts = [_weight(one) for one in given if hasattr(one, "__len__")]
+    return max([*texts, *map(_number, given if numbers else ())], default=0)
 
 
 def _check_pieces(places: int, pieces: Iterable[Any]) -> None:
     """Refuse a format whose places may be filled with more than a text may have."""
-    _check_size(places * max(map(_length, pieces), default=0))
+    _check_size(places * (2 * _MAX_WIDTH + max(map(_weight, pieces), default=0)))
 
 
 def _length(value: Any) -> int:
     return len(value) if hasattr(value, "__len__") else 0
+
+
+def _weight(value: Any) -> int:
+    """About the letters of a value as text, with what it holds; not counted on beyond the most."""
+    if isinstance(value, str):
+        return len(value)
+    letters = 0
+    rest: list[Any] = [(value,)]
+    while rest and letters <= MAX_LETTERS:
+        holder = rest.pop()
+        for one in chain(holder, holder.values()) if isinstance(holder, Mapping) else holder:
+            if isinstance(one, str):
+                letters += len(one)
+            elif isinstance(one, _HOLDERS):
+                letters += 16 + 2 * len(one)  # by which this ends soon where a few hold many
+                rest.append(one)
+            elif isinstance(one, Namespace):
+                rest.append(one._Namespace__attrs)
+                letters += 16
+    return letters
 
 
 def _check_numbers(args: Any, kwargs: Any) -> None:
@@ -287,9 +393,15 @@ def _check_numbers(args: Any, kwargs: Any) -> None:
         _check_size(_number(value))
 
 
-def _check_format(text: str) -> None:
-    if _WIDTHS.search(text):
-        raise TemplateError("the template pads to more letters than anybody reads")
+def _check_format(text: str, pieces: Iterable[Any]) -> None:
+    """Refuse a format with ``%`` that may become too long."""
+    if _WIDTHS.search(text) or ("%(" in text and _NAMED_WIDTHS.search(text)):
+        raise _padding()
+    _check_pieces(text.count("%"), pieces)
+
+
+def _padding() -> TemplateError:
+    return TemplateError("the template pads to more letters than anybody reads")
 
 
 def _check_size(letters: float) -> None:

@@ -2,6 +2,7 @@
 
 import threading
 import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -84,6 +85,78 @@ def test_a_template_of_a_stranger_ends(
         assert "user" in ChatFormat(tokenizer).render(CHAT, {}, prompt=True)
 
 
+LONG = "{% set a = 'x' * 2000000 %}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        *(
+            f"{{{{ 'a'.encode().{call} | length }}}}"
+            for call in (
+                "ljust(600000000)",
+                "center(600000000)",
+                "expandtabs(600000000)",
+                "join([])",
+                "replace('a', 'b')",
+            )
+        ),
+        "{{ ('a' | attr('encode'))() }}",
+        "{{ 'a'['encode']() }}",
+        "{{ (1).to_bytes(600000000, 'big') | length }}",
+        LONG + "{{ ('x' * 300).translate({120: a}) }}",
+        "{{ [1] | batch(60000000, 'x') | list | length }}",
+        "{{ [1] | slice(60000000) | list | length }}",
+        "{{ [1] | tojson(indent=600000000) }}",
+        LONG + "{{ range(300) | list | tojson(none, a) }}",
+        LONG + "{{ range(300) | list | tojson(separators=(a, a)) }}",
+        LONG + "{{ ('a\n' * 300) | indent(a, blank=true) }}",
+        LONG + "{{ ('a\n' * 300) | indent(width=a) }}",
+        "{{ ('a\n' * 300000) | indent(2000) }}",
+        LONG + "{{ ('a b ' * 300) | wordwrap(2, wrapstring=a) }}",
+        LONG + "{{ ('x' * 300) | replace(old='x', new=a) }}",
+        LONG + "{{ ('x' * 300) | replace('x', new=a) }}",
+        LONG + "{{ ('www.a.org ' * 300) | urlize(rel=a) }}",
+        "{{ '%(a)600000000d' % {'a': 1} }}",
+        "{{ '%(a(b)c)600000000d' % {'a(b)c': 1} }}",
+        "{{ '%(a)600000000d' | format(a=1) }}",
+        "{{ ['%600000000d'] | format(1) }}",
+        "{{ ('%(a)999d' * 300000) % {'a': 1} }}",
+        LONG + "{{ ('%(a)s' * 300) % {'a': a} }}",
+        LONG + "{{ ('{a}' * 300).format(a=a) }}",
+        "{{ '{0[}]:600000000}'.format({'}': 1}) }}",
+        LONG + "{{ ([a] * 30) | join }}",
+        LONG + "{{ [[a] * 30] | join }}",
+        LONG + "{{ ([{'a': a}] * 30) | join(attribute='a') }}",
+        LONG + "{{ [1, 2, 3, 4, 5, 6, 7, 8, 9] | join(d=a) }}",
+        LONG + "{{ [a] * 30 }}",
+        LONG + "{{ ([a] * 30) | tojson }}",
+        LONG + "{{ ([a] * 30) | string | length }}",
+        LONG + "{{ ([a] * 30) | pprint | length }}",
+        LONG + "{{ ([[0] * 2000000] * 30) | sum(start=[]) | length }}",
+        LONG + "{% set n = namespace(a=[a] * 30) %}{{ n }}",
+        LONG + "{{ (" + "a ~ " * 30 + "a) | length }}",
+        "{{ ('\t' * 300000).expandtabs(2000) | length }}",
+        "{{ 1.5 | round(9999999, 'floor') }}",
+        "{{ '\\\\'" + " | pprint" * 40 + " }}",
+        "{{ " + " ~ ".join(["'a' | center(3000000)"] * 30) + " }}",
+        "{% set n = namespace(t=[]) %}{% for x in range(60) %}{% set n.t = [n.t, n.t] %}"
+        "{% endfor %}{{ n.t | tojson }}",
+    ],
+)
+def test_no_single_call_makes_much_of_little(template: str) -> None:
+    """Such a call ends before the thread that watches can end it."""
+    tracemalloc.start()
+    began = time.process_time()
+    try:
+        with pytest.raises(TemplateError):
+            render_jinja_template([CHAT], chat_template=template)
+        assert tracemalloc.get_traced_memory()[1] < 150e6
+    finally:
+        tracemalloc.stop()
+    assert time.process_time() - began < 8
+
+
 def test_the_templates_of_prompts_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounded_templates, "MAX_SECONDS", 0.5)
     with pytest.raises(BadRow, match=r"takes longer than 0\.5 s"):
@@ -120,6 +193,13 @@ def test_a_wait_of_the_machine_is_no_time_of_the_template(monkeypatch: pytest.Mo
         "{{ 'a * b %s' % 5 }}{{ '%5.2f' | format(1.5) }}{{ '{:>10}'.format('x') }}{{ 3 * 'ab' }}",
         "{{ 2 ** 10 }}{{ 7 % 4 }}{{ 'a' | center(9) }}{{ 'a\\nb' | indent(4) }}{{ 3 * 5 }}",
         "{{ [1, 2, 3, 4] | batch(2) | list }}{{ 'a b c' | wordwrap(3) }}{{ 'x'.upper() }}",
+        "{{ messages | tojson(indent=4) }}{{ [3, 1] | sort | join(', ') }}{{ 1.25 | round(1) }}",
+        "{{ '%(a)5d' % {'a': 1} }}{{ 'aba' | replace(old='a', new='c') }}{{ messages | pprint }}",
+        "{{ messages | map(attribute='role') | join(d='|') }}{{ 'www.a.org' | urlize(rel='x') }}",
+        "{{ 'a' ~ 1 ~ [2] ~ nothing }}{{ messages }}{{ [1, 2] | sum }}{{ 'A\tb'.expandtabs(4) }}",
+        "{% filter indent(2, true) %}a\nb{% endfilter %}{{ nothing | default('x') | upper }}",
+        "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}{{ '<' | e }}",
+        "{% autoescape true %}{{ '<' ~ ('b' | safe) }}{{ ['<'] | join('&') }}{% endautoescape %}",
     ],
 )
 def test_what_is_honest_renders_as_in_a_plain_sandbox(template: str) -> None:
