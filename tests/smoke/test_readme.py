@@ -116,11 +116,13 @@ def test_the_recipes_train(
 
 
 def test_the_reward_of_ones_own_scores() -> None:
-    (source,) = re.findall(r"```python\n(# my_rewards.py.*?)```", README, re.DOTALL)
+    (source,) = re.findall(r"```python\n(def short_and_right.*?)```", README, re.DOTALL)
     names: dict[str, Any] = {"Rewards": Rewards}
     exec(compile(source, "README.md", "exec"), names)
     assert eval(re.findall(r"^`(Rewards\(.*?\))`", README, re.MULTILINE)[0], names)
     assert names["short_and_right"](completions=["4", "no"], answer=["4", "4"]) == [0.99, -0.02]
+    chats = [[{"role": "assistant", "content": "4"}]]
+    assert names["short_and_right"](completions=chats, answer=["4"]) == [0.99]
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=" ".join)

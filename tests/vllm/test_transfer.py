@@ -270,7 +270,7 @@ def test_an_adapter_comes_before_the_weights_or_alone(
     for whole in (True, False):
         parts = {**dict(adapter.tensors(torch.float32)), **(base if whole else {})}
         tensors = Fingerprinted(parts.items(), turn=1)
-        transfer.push(tensors, "new", complete=whole)
+        transfer.push(tensors, "new", full=whole)
         compare_fingerprints(as_text(tensors.seen), engine.arrived())
         # the model is given none of it, and without weights is not even touched
         assert list(model.loaded) == (list(base) if whole else [])

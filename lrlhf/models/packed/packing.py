@@ -1,8 +1,9 @@
 """Rows laid one after another without padding, what several of them begin with only once.
 
 The responses to one prompt, or the two answers of a pair, are a prefix tree: the tokens that all of
-them begin with, then a branch for each. A causal model computes the same hidden states for those tokens
-in every row, so once is enough. A row may itself branch, see `lrlhf.types.SequenceBatch.forks`.
+them begin with, then a branch for each. A causal model computes the same hidden states for those
+tokens in every row, so once is enough. A row may itself branch, see
+`lrlhf.types.SequenceBatch.forks`.
 """
 
 from __future__ import annotations
