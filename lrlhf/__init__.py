@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from lrlhf.lazy_exports import lazy_exports
 from lrlhf.lazy_torchmetrics import load_torchmetrics_piecemeal
 
+# on demand: it takes seconds to import, and `lrlhf --help` needs none of it
 if TYPE_CHECKING:
     from lrlhf.trainer import Trainer
+else:
+    __getattr__ = lazy_exports(__name__)
 
 __all__ = ["Trainer"]
 
@@ -19,10 +22,3 @@ load_torchmetrics_piecemeal()  # before Lightning is imported
 _bitsandbytes = logging.getLogger("bitsandbytes.backends.cpu.ops")
 if _bitsandbytes.level == logging.NOTSET:
     _bitsandbytes.setLevel(logging.ERROR)
-
-
-def __getattr__(name: str) -> Any:
-    # on demand: it takes seconds to import, and `lrlhf --help` needs none of it
-    if name == "Trainer":
-        return import_module("lrlhf.trainer").Trainer
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,6 +17,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,23 @@ def lazy_exports(package: str) -> Callable[[str], Any]:
     Args:
         package: Name of the package, which is being imported.
     """
-    module = sys.modules[package]
-    tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
-    sources = {
+
+    def __getattr__(name: str) -> Any:  # noqa: N807  the name that PEP 562 gives it
+        source = _sources(package).get(name)
+        if source is None:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(import_module(source), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return __getattr__
+
+
+@cache
+def _sources(package: str) -> dict[str, str]:
+    """Return the module of each name; read with the first of them, not at start-up."""
+    tree = ast.parse(Path(str(sys.modules[package].__file__)).read_text(encoding="utf-8"))
+    return {
         alias.name: statement.module
         for block in tree.body
         if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
@@ -38,12 +53,3 @@ def lazy_exports(package: str) -> Callable[[str], Any]:
         if isinstance(statement, ast.ImportFrom) and statement.module is not None
         for alias in statement.names
     }
-
-    def __getattr__(name: str) -> Any:  # noqa: N807  the name that PEP 562 gives it
-        if name not in sources:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(import_module(sources[name]), name)
-        setattr(module, name, value)
-        return value
-
-    return __getattr__

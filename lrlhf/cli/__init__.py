@@ -1,17 +1,14 @@
 """The commands of ``lrlhf``: LightningCLI with messages that name the culprit."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from lrlhf.lazy_exports import lazy_exports
+
+# on demand: `lrlhf --help` reads the table of commands and needs none of it
 if TYPE_CHECKING:
     from lrlhf.cli.messages.errors import ConfigError
     from lrlhf.cli.start import run
+else:
+    __getattr__ = lazy_exports(__name__)
 
 __all__ = ["ConfigError", "run"]
-
-
-def __getattr__(name: str) -> Any:
-    # on demand: `lrlhf --help` reads the table of commands and needs none of it
-    if name in __all__:
-        return getattr(import_module("lrlhf.cli.start"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -198,6 +198,10 @@ def test_a_token_in_two_text_parts_is_split_too() -> None:
     text = "".join(part["text"] for part in message["content"])
     assert "</s>" not in text
     assert unsplit(text) == "a</s>b"
+    thirds = [{"type": "text", "text": text} for text in ("a<", "/s", ">b")]
+    (message,) = split_messages(tokenizer, [{"role": "user", "content": thirds}])
+    assert unsplit("".join(part["text"] for part in message["content"])) == "a</s>b"
+    assert "</s>" not in "".join(part["text"] for part in message["content"])
     # parts that make no token together, or have a picture between them, stay as they are
     for apart in ([parts[0], image, parts[1]], [parts[1], parts[0]]):
         (message,) = split_messages(tokenizer, [{"role": "user", "content": apart}])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import json
 import logging
 import re
@@ -221,32 +222,29 @@ def split_messages(
     pattern = _pattern(tokenizer, known)
     split: list[dict[str, Any]] = []
     for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            message = {**message, "content": _without_seams(pattern, content)}
         found = pattern
         if message.get("role") == "assistant" and _is_found(pattern, message):
             source = f"{template or tokenizer.chat_template or ''}"
             found = _pattern_of_answers(tokenizer, known, source)
-        content = message.get("content")
-        if isinstance(content, list):
-            message = {**message, "content": _without_seams(pattern, content)}
         split.append(_split(found, message))
     return split
 
 
 def _without_seams(pattern: re.Pattern[str], parts: list[Any]) -> list[Any]:
-    """Join neighbouring text parts where a special token begins in one and ends in the next.
+    """Join neighbouring text parts where a special token begins in one and ends in a later one.
 
     Templates write parts one after another, so that the token would stand in the text.
     """
     joined: list[Any] = []
-    for part in parts:
-        texts = [_text_of(neighbour) for neighbour in (*joined[-1:], part)]
-        if len(texts) == 2 and texts[0] is not None and texts[1] is not None:
-            text = texts[0] + texts[1]
-            apart = len(pattern.findall(texts[0])) + len(pattern.findall(texts[1]))
-            if len(pattern.findall(text)) > apart:
-                joined[-1] = {**joined[-1], "text": text}
-                continue
-        joined.append(part)
+    for _, neighbours in itertools.groupby(parts, lambda part: _text_of(part) is None):
+        run = list(neighbours)
+        texts = [text for text in map(_text_of, run) if text is not None]
+        if len(pattern.findall("".join(texts))) > sum(len(pattern.findall(text)) for text in texts):
+            run = [{**run[0], "text": "".join(texts)}]
+        joined += run
     return joined
 
 

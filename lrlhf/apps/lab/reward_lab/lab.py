@@ -19,7 +19,6 @@ from lrlhf.statistics.correlation import Correlation, ranks, spearman_interval
 from lrlhf.statistics.intervals import share_interval
 
 SCORE = "score"
-LENGTH = "length"
 _ODD_ROWS = 20
 Values = NDArray[np.float64]
 
