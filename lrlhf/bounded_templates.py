@@ -41,6 +41,10 @@ _POLL_SECONDS: Final = 0.1
 _MAX_BITS: Final = 64
 """Of a number."""
 _MAX_WIDTH: Final = 999
+_MAX_PIECES: Final = 2**20
+"""Of a text that becomes a list; a letter takes fifty bytes there."""
+_LONGEST_DATE: Final = 32
+"""Letters that one of a format becomes."""
 _WIDTH: Final = re.compile(r"\d{4}")
 _WIDTHS: Final = re.compile(r"%[-+ #\d.]*(?:\d{4}|\*)")
 """In a format: what pads to more than that, or to as many letters as an argument says."""
@@ -278,12 +282,19 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         """Call a method, of a text only with numbers that are widths."""
-        owner = getattr(__obj, "__self__", None)
+        owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
+        if name == "strftime_now":  # two letters of a format are a date
+            _check_size(_LONGEST_DATE * _longest(args, kwargs))
         if not isinstance(owner, str):
             return super().call(__context, __obj, *args, **kwargs)
-        name = getattr(__obj, "__name__", "")
         _check_numbers(args, kwargs)
-        if name == "expandtabs":
+        if name == "splitlines":
+            _check_pieces_of_text(_lines(owner))
+        elif name in {"split", "rsplit"}:
+            separator = _argument(args, kwargs, 0, "sep")
+            spaces = owner.count if separator else lambda _: len(owner.split(None, _MAX_PIECES))
+            _check_pieces_of_text(spaces(separator))
+        elif name == "expandtabs":
             _check_size(owner.count("\t") * _longest(args, kwargs))
         elif name == "replace":
             _check_replaced(owner, args, kwargs)
@@ -307,6 +318,8 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
             value = _joined(str(_argument(args, kwargs, 0, "d")), value)
         elif name == "round":
             _check_bits(_longest(args, kwargs))
+        elif name in {"batch", "list", "slice", "sort", "unique"} and isinstance(value, str):
+            _check_pieces_of_text(len(value))
         elif name not in _ELEMENTS:
             _check_filter(name, value, args, kwargs)
         first = {"context": context, "environment": context.environment}
@@ -328,8 +341,7 @@ def _check_filter(name: str, value: Any, args: Any, kwargs: Any) -> None:
     elif name == "replace":
         _check_replaced(str(value), args, kwargs)
     elif name == "indent":
-        lines = sum(map(str(value).count, "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029")) + 1
-        _check_size(weight + lines * _longest(args, kwargs))
+        _check_size(weight + _lines(str(value)) * _longest(args, kwargs))
     elif name == "tojson":
         _check_size(weight * max(_longest(args, kwargs), 1))
     elif name in {"urlize", "wordwrap", "xmlattr"}:
@@ -350,6 +362,10 @@ def _joined(separator: str, value: Any) -> list[Any]:
     pieces = list(value)
     _check_size(_weight(pieces) + len(separator) * len(pieces))
     return pieces
+
+
+def _lines(text: str) -> int:
+    return sum(map(text.count, "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029")) + 1
 
 
 def _longest(args: Any, kwargs: Any, *, numbers: bool = True) -> float:
@@ -398,6 +414,12 @@ def _check_format(text: str, pieces: Iterable[Any]) -> None:
     if _WIDTHS.search(text) or ("%(" in text and _NAMED_WIDTHS.search(text)):
         raise _padding()
     _check_pieces(text.count("%"), pieces)
+
+
+def _check_pieces_of_text(pieces: int) -> None:
+    """Refuse a text of so many pieces that a list of them would take gigabytes."""
+    if pieces >= _MAX_PIECES:
+        raise TemplateError(f"the template cuts a text into more than {_MAX_PIECES:,} pieces")
 
 
 def _padding() -> TemplateError:

@@ -40,15 +40,30 @@ def read_yaml(path: Path) -> Any:
         ValueError: It is larger, or no YAML; names the file.
         OSError: It cannot be read.
     """
+    try:
+        text = bounded_text(path)
+        check_expansion(yaml.compose(text, Loader=yaml.SafeLoader))
+        return _loaded(text)
+    except (yaml.YAMLError, RecursionError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def bounded_text(path: Path) -> str:
+    """Read the text of a config.
+
+    Raises:
+        ValueError: It is larger than any config, a pipe or a device, or not in UTF-8.
+        OSError: It cannot be read.
+    """
     check_regular(path)
     if path.stat().st_size > _MAX_BYTES:
         raise ValueError(f"{path}: has more than {_MAX_BYTES:,} bytes, which no config needs")
-    try:
-        text = path.read_text(encoding="utf-8")
-        check_expansion(yaml.compose(text, Loader=yaml.SafeLoader))
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    return path.read_text(encoding="utf-8")
+
+
+def _loaded(text: str) -> Any:
+    """Read YAML as jsonargparse does, so that what is checked here is what is used there."""
+    return import_module("jsonargparse").get_loader("yaml")(text)
 
 
 def check_regular(path: Path) -> None:
@@ -162,8 +177,7 @@ def _as_object(text: str) -> Any:
         return None
     try:
         check_text(text)
-        # where a config is looked at, it is imported anyway; reading files of runs needs none of it
-        read = import_module("jsonargparse").get_loader("yaml")(text)
+        read = _loaded(text)
     except (yaml.YAMLError, RecursionError, ValueError):
         return None
     return read if isinstance(read, dict | list) else None

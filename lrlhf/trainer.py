@@ -30,6 +30,7 @@ from lrlhf.modules.contracts import (
     SamplesResponses,
     SaysWhatIsBetter,
 )
+from lrlhf.run.log_rows import LogRows
 from lrlhf.run.quiet_output import quiet
 from lrlhf.run.run_folder import WritesToRunFolder, refuse_remote
 from lrlhf.run.supervision.signals import ReusableTrainer
@@ -68,7 +69,7 @@ class Trainer(ReusableTrainer):
     ) -> None:
         folder = default_root_dir or Path("runs") / _name_of_script()
         refuse_remote(folder)
-        callbacks = _as_list(options.get("callbacks"))
+        callbacks = [LogRows(), *_as_list(options.get("callbacks"))]
         shows_progress = options.get("enable_progress_bar") is not False
         if default_callbacks and shows_progress and not _has(callbacks, ProgressBar):
             callbacks.append(PhaseProgress())

@@ -138,6 +138,13 @@ LONG = "{% set a = 'x' * 2000000 %}"
         LONG + "{{ (" + "a ~ " * 30 + "a) | length }}",
         "{{ ('\t' * 300000).expandtabs(2000) | length }}",
         "{{ 1.5 | round(9999999, 'floor') }}",
+        *(f"{{{{ ('x ' * 6000000){call} | length }}}}" for call in (".split()", ".rsplit(' ')")),
+        "{{ ('\v' * 6000000).splitlines() | length }}",
+        *(
+            f"{{{{ ('x' * 6000000) | {to_list} | list | length }}}}"
+            for to_list in ("list", "sort", "unique", "batch(2)", "slice(2)")
+        ),
+        "{{ strftime_now('%c' * 6000000) | length }}",
         "{{ '\\\\'" + " | pprint" * 40 + " }}",
         "{{ " + " ~ ".join(["'a' | center(3000000)"] * 30) + " }}",
         "{% set n = namespace(t=[]) %}{% for x in range(60) %}{% set n.t = [n.t, n.t] %}"
@@ -197,6 +204,8 @@ def test_a_wait_of_the_machine_is_no_time_of_the_template(monkeypatch: pytest.Mo
         "{{ '%(a)5d' % {'a': 1} }}{{ 'aba' | replace(old='a', new='c') }}{{ messages | pprint }}",
         "{{ messages | map(attribute='role') | join(d='|') }}{{ 'www.a.org' | urlize(rel='x') }}",
         "{{ 'a' ~ 1 ~ [2] ~ nothing }}{{ messages }}{{ [1, 2] | sum }}{{ 'A\tb'.expandtabs(4) }}",
+        "{{ 'a b\nc'.split() }}{{ 'a,b,c'.rsplit(',', 1) }}{{ 'a\nb'.splitlines() }}"
+        "{{ 'cab' | list }}{{ 'cab' | sort | batch(2) | list }}",
         "{% filter indent(2, true) %}a\nb{% endfilter %}{{ nothing | default('x') | upper }}",
         "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}{{ '<' | e }}",
         "{% autoescape true %}{{ '<' ~ ('b' | safe) }}{{ ['<'] | join('&') }}{% endautoescape %}",

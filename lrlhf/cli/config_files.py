@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from lrlhf.cli.messages.errors import ConfigError, hint
-from lrlhf.foreign_files import check_expansion
+from lrlhf.foreign_files import bounded_text, check_expansion
 from lrlhf.secrets import is_secret_name, remember
 
 _CLASS_KEYS = {"class_path", "init_args", "dict_kwargs"}
@@ -80,9 +80,11 @@ def _read(name: str) -> ConfigFile:
     if not path.is_file():
         raise ConfigError(f"{name}: {_why_unreadable(path)}")
     try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        root = yaml.compose(bounded_text(path), Loader=yaml.SafeLoader)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{name}: not a text file in UTF-8 ({error.reason})") from error
+    except ValueError as error:  # it is too large
+        raise ConfigError(str(error)) from error
     except yaml.MarkedYAMLError as error:
         raise _not_yaml(name, error) from error
     except yaml.YAMLError as error:  # a character that YAML does not allow

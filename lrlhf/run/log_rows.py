@@ -44,10 +44,10 @@ class ResumableLog(Protocol):
         """Keep the rows of an evaluation by itself away from those of the training."""
 
 
-class LogRows(L.Callback):
+class LogRows(LoadedStep):
     """Keeps the positions of the loggers, and the row that is about to be written, in checkpoints.
 
-    It stands before all other callbacks: rows of theirs at the start would be forgotten else. An
+    It is the first of the callbacks, as rows that others write at the start would be lost else. An
     evaluation before training, which Lightning takes for a check of the code and does not log,
     becomes the row of step 0.
     """
@@ -57,9 +57,19 @@ class LogRows(L.Callback):
         self._before_training: dict[str, Any] = {}
         self._row_follows = False
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._loaded = None
+        number_log_rows(trainer)
+        if stage == "fit":
+            hold_log_folders(trainer)
+            return
+        for log in _resumable(trainer) if trainer.is_global_zero else ():
+            log.stand_apart(TrainerFn(stage).value)
+
     def on_load_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
+        super().on_load_checkpoint(trainer, pl_module, checkpoint)
         self._loaded = checkpoint.get(_KEY, {"logs": [], "row": None})
 
     def on_save_checkpoint(
@@ -77,6 +87,7 @@ class LogRows(L.Callback):
             self._before_training = convert_tensors_to_scalars(trainer.logged_metrics)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
         loaded, self._loaded = self._loaded, None
         before, self._before_training = self._before_training, {}
         self._row_follows = False
@@ -136,17 +147,10 @@ def keep_log_rows(trainer: L.Trainer, stage: str) -> None:
 
     Call it when a run is set up, on every rank; a second call changes nothing.
     """
-    number_log_rows(trainer)
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    if stage != "fit":
-        if not any(isinstance(callback, LoadedStep) for callback in callbacks):
-            callbacks.append(LoadedStep())
-        for log in _resumable(trainer) if trainer.is_global_zero else ():
-            log.stand_apart(TrainerFn(stage).value)
-        return
-    hold_log_folders(trainer)
     if not any(isinstance(callback, LogRows) for callback in callbacks):
         callbacks.insert(0, LogRows())
+        callbacks[0].setup(trainer, trainer.lightning_module, stage)
 
 
 def hold_log_folders(trainer: L.Trainer) -> None:

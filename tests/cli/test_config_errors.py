@@ -165,3 +165,24 @@ def test_a_reward_that_has_another_option_by_now_names_it(
     config.write_text(REWARDS.replace(old, new))
     assert run(["fit", "--config", "toy.yaml"]) == 2
     assert f"did you mean '{present}', which took its place?" in capsys.readouterr().err
+
+
+def test_a_file_larger_than_any_config_is_not_parsed(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config.write_text(CONFIG + "# " + "x" * 2**20)
+    assert run(["fit", "--config", "toy.yaml"]) == 2
+    expected = "error: toy.yaml: has more than 1,048,576 bytes, which no config needs\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_a_line_break_in_a_name_makes_no_line_of_its_own(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run\nerror: all is well"
+    folder.mkdir()
+    assert run(["inspect", str(folder)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("error: ")
+    assert len(lines) > 1
+    assert all(line.startswith("  ") for line in lines[1:])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from lrlhf import Trainer
 from lrlhf.loggers import ResumingCSVLogger
 from lrlhf.loggers.csv import CSVTable
 from tests.loggers.runs import KilledAfterSaving, KilledError, Killer, Toy, train
@@ -213,3 +214,41 @@ def test_a_file_that_is_no_table_is_named(table: CSVTable, content: bytes, what:
     table.path.write_bytes(content)
     with pytest.raises(ValueError, match=rf"t\.csv.*{what}"):
         table.cut_back()
+
+
+class PlainModule(L.LightningModule):
+    """A module of the user's own, which knows nothing of lrlhf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([self.weight], lr=0.1)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = self.weight.square().sum()
+        self.log("train/loss", loss)
+        if batch_idx == 1:
+            self.log("rare", 5.0)
+        return loss
+
+    def validation_step(self, batch: torch.Tensor) -> None:
+        self.log("eval/loss", self.weight.square().sum())
+
+
+def test_a_step_of_any_module_has_only_what_it_measured(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    trainer = Trainer(default_root_dir=folder, max_steps=4, accelerator="cpu")
+    trainer.fit(PlainModule(), DataLoader(torch.zeros(4, 1)))
+    rows = rows_of(folder / "metrics.csv")
+    assert [(row["step"], row["rare"]) for row in rows] == [
+        ("1", ""),
+        ("2", "5.0"),
+        ("3", ""),
+        ("4", ""),
+    ]
+    # an evaluation by itself keeps away from the rows of the training
+    before = (folder / "metrics.csv").read_bytes()
+    trainer.validate(PlainModule(), DataLoader(torch.zeros(1, 1)))
+    assert (folder / "metrics.csv").read_bytes() == before

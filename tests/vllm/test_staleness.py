@@ -18,16 +18,21 @@ from lrlhf.rollout.rollout_queue import RolloutQueue
 from tests.modules.policy_runs import Watcher, fit, letters, sgd
 from tests.vllm.models import GENERATED, build_policy, client_of, counted, new_server
 
-STEPS, STALENESS = 20, 2
+STEPS, STALENESS, HELD_FROM = 20, 2, 8
 
 
 def begin_before_the_next_push(server: VLLMServerEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have some tokens of the last batch sampled before the next push, and the rest after it."""
+    """Have some tokens of one batch sampled before the next push, and the rest after it.
+
+    The server may finish a batch before it is paused, by which the next batch gets its turn.
+    """
     start = RolloutQueue.start
     pause = "/pause?mode=keep&clear_cache=false"
+    held = False
 
     def start_and_hold(queue: RolloutQueue, step: int, *args: Any, **options: Any) -> None:
-        if step < STEPS - 1:
+        nonlocal held
+        if step < HELD_FROM or held:
             start(queue, step, *args, **options)
             return
         queue.wait()
@@ -36,11 +41,12 @@ def begin_before_the_next_push(server: VLLMServerEngine, monkeypatch: pytest.Mon
         before = count(GENERATED)
         start(queue, step, *args, **options)
         deadline = time.monotonic() + 120
-        while count(GENERATED) < before + 16 or not count("vllm:num_requests_running"):
+        while count(GENERATED) < before + 16:
             assert time.monotonic() < deadline
             client.post("/resume")
             time.sleep(0.01)
             client.post(pause)
+        held = count("vllm:num_requests_running") > 0
 
     monkeypatch.setattr(RolloutQueue, "start", start_and_hold)
 

@@ -46,6 +46,7 @@ def say_error(error: BaseException, text: str, *, status: int, show: bool) -> in
     """Write why a command ends, with ``show`` the traceback before it, and return ``status``."""
     if show:
         sys.stderr.write(safe("".join(traceback.format_exception(error))))
-    told = "; ".join([text, *getattr(error, "__notes__", ())])
-    sys.stderr.write(f"error: {safe(told)}\n")
+    described = "; ".join([text, *getattr(error, "__notes__", ())])
+    # a name with a line break in it, of a folder or in data, must not look like a line of ours
+    sys.stderr.write("error: " + safe(described).replace("\n", "\n  ") + "\n")
     return status
