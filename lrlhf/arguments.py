@@ -9,8 +9,10 @@ from dataclasses import fields, is_dataclass
 from reprlib import Repr
 from typing import Any, Final
 
+from lrlhf.options.conversion import converting
 from lrlhf.secrets import HIDDEN, hide, is_secret_name
 
+_MISSING: Final = inspect.Parameter.empty
 _GIVEN: Final = "_given_arguments"
 _MOST: Final = 6
 """Entries of a longer list are not all shown."""
@@ -18,18 +20,22 @@ _SHORTENED: Final = Repr()
 _SHORTENED.maxstring = _SHORTENED.maxother = 60
 
 
-class KeepsArguments:
-    """Base of objects that keep the arguments that their constructors were called with.
+class TakesOptions:
+    """Base of objects whose constructors take what a config has, and remember what they took."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            cls.__init__ = converting(_keeping(cls.__init__), cls)  # type: ignore[method-assign]
+
+
+class KeepsArguments(TakesOptions):
+    """Base of objects that show the arguments that their constructors were called with.
 
     Example:
         >>> RegexFormat("<think>.*", full_match=False)
         RegexFormat(pattern='<think>.*', full_match=False)
     """
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if "__init__" in vars(cls):
-            cls.__init__ = _keeping(cls.__init__)  # type: ignore[method-assign]
 
     def __repr__(self) -> str:
         return described(type(self), given_arguments(self) or {})
@@ -40,7 +46,7 @@ def _keeping(init: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(init)
     def constructor(self: Any, *args: Any, **options: Any) -> None:
-        if type(self).__init__ is constructor:  # not one that a subclass calls
+        if getattr(type(self).__init__, "__wrapped__", None) is constructor:  # not of a subclass
             self.__dict__[_GIVEN] = _bound(signature, self, args, options)
         init(self, *args, **options)
 
@@ -75,6 +81,14 @@ def given_arguments(instance: object) -> Mapping[str, Any] | None:
     if given is None and isinstance(instance, KeepsArguments):
         return None if inspect.signature(type(instance)).parameters else {}
     return given
+
+
+def all_arguments(instance: object) -> dict[str, Any]:
+    """Return the arguments that an object was constructed with, its class's defaults included."""
+    given = dict(given_arguments(instance) or {})
+    parameters = inspect.signature(type(instance)).parameters.values()
+    known = {one.name: given.get(one.name, one.default) for one in parameters}
+    return {name: value for name, value in (known | given).items() if value is not _MISSING}
 
 
 def described(kind: type, arguments: Mapping[str, Any]) -> str:

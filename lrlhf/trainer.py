@@ -13,6 +13,7 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint, ProgressBar
 from lightning.pytorch.plugins.precision import Precision
 
+from lrlhf.arguments import TakesOptions
 from lrlhf.callbacks import (
     EvalJSONL,
     HFExport,
@@ -39,7 +40,7 @@ GPU_PRECISION: Final = "bf16-mixed"
 """Of runs on a GPU with bfloat16 that name no precision."""
 
 
-class Trainer(ReusableTrainer):
+class Trainer(TakesOptions, ReusableTrainer):
     """Lightning's trainer, which keeps metrics, checkpoints, responses and the trained model.
 
     All of it is below ``default_root_dir``, the run folder: ``metrics.csv`` with a row per step,

@@ -19,7 +19,9 @@ import time
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import yaml
 
 CONFIGS = {
     "rloo": """\
@@ -73,6 +75,17 @@ def right(completions, solution):
 """Of the user's, beside the config."""
 
 
+PROGRAM = """\
+from lrlhf import Trainer
+from lrlhf.datamodules import *
+from lrlhf.modules import *
+
+model = {model}
+data = {data}
+{trainer}.fit(model, datamodule=data{fit})
+"""
+
+
 class Mistake(NamedTuple):
     """What is done wrong, and what the answer has to say.
 
@@ -85,6 +98,8 @@ class Mistake(NamedTuple):
         new: By what.
         config: That is changed, by its name.
         early: It can be known before weights are loaded.
+        python: Parts of the message of the same mistake from Python; None: those of ``says`` that
+            name no place; empty: only a config can have the mistake.
     """
 
     name: str
@@ -94,6 +109,16 @@ class Mistake(NamedTuple):
     new: str = ""
     config: str = "rloo"
     early: bool = True
+    python: Sequence[str] | None = None
+
+    @property
+    def says_in_python(self) -> list[str]:
+        """Parts of the message from Python."""
+        if self.python is not None:
+            return [*self.python]
+        return [
+            part for part in self.says if not part.startswith(("run.yaml:", "data.", "trainer."))
+        ]
 
 
 MISTAKES = tuple(
@@ -113,6 +138,32 @@ def prepare(folder: Path) -> None:
     (folder / "my_rewards.py").write_text(REWARDS)
     (folder / "adapter").mkdir()
     (folder / "adapter/adapter_config.json").write_text("{}")
+
+
+def program_of(mistake: Mistake) -> str | None:
+    """Return the program that makes a mistake from Python; None: only a config can have it."""
+    if mistake.python is not None and not mistake.python:
+        return None
+    config = yaml.safe_load(CONFIGS[mistake.config].replace(mistake.old, mistake.new, 1))
+    words = shlex.split(mistake.flags)
+    fit: dict[str, Any] = {}
+    for flag, value in zip(words[::2], words[1::2], strict=True):
+        section, *keys = flag.removeprefix("--").split(".")
+        group = config.get(section, fit)
+        group = group.get("init_args", group)
+        keys = keys or [section]
+        for key in keys[:-1]:
+            group = group.setdefault(key, {})
+            group = group.get("init_args", group)
+        # what begins with two braces is a template
+        group[keys[-1]] = value if value.startswith("{{") else yaml.safe_load(value)
+    model, data = config["model"], config["data"]
+    return PROGRAM.format(
+        model=f"{model['class_path']}(**{model['init_args']!r})",
+        data=f"{data['class_path']}(**{data['init_args']!r})",
+        trainer=f"Trainer(**{config['trainer']!r})",
+        fit="".join(f", {name}={value!r}" for name, value in fit.items()),
+    )
 
 
 def arguments_of(mistake: Mistake, folder: Path) -> list[str]:

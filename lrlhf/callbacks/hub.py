@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from huggingface_hub import HfApi, get_token, is_offline_mode
 from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # its HTTP client's
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # is in __all__
 
+from lrlhf.options.conversion import settings
 from lrlhf.secrets import hide
 
 _FAILURES = (HTTPError, OSError, RuntimeError, ValueError)
@@ -21,7 +21,7 @@ class HubError(ValueError):
     """The hub cannot be reached, or refuses; the message says why in one line."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings()
 class HubRepo:
     """A model on the hub.
 

@@ -6,8 +6,8 @@ from lrlhf.lazy_exports import lazy_exports
 
 # on demand: `lrlhf --help` reads the table of commands and needs none of it
 if TYPE_CHECKING:
-    from lrlhf.cli.messages.errors import ConfigError
     from lrlhf.cli.start import run
+    from lrlhf.options.errors import ConfigError
 else:
     __getattr__ = lazy_exports(__name__)
 

@@ -29,13 +29,13 @@ from lrlhf.cli.evaluation import (
     take_export,
 )
 from lrlhf.cli.export_command import export_checkpoint, hub_repo
-from lrlhf.cli.messages.errors import ConfigError, UserError, hint
 from lrlhf.cli.messages.exit_status import Progress, blaming_user, how_to_continue
-from lrlhf.cli.parser import Parser, read_whole_numbers_as_such, refuse_nulls
 from lrlhf.cli.replay_command import show_replay
 from lrlhf.cli.saved_config import SaveConfig, hide_hyperparameters
 from lrlhf.foreign_files import TRUST_FLAG
 from lrlhf.modules.metrics.measurement import HasMeasurements
+from lrlhf.options.errors import ConfigError, UserError, hint
+from lrlhf.options.parser import Parser, check_values, read_whole_numbers_as_such
 from lrlhf.run.collectives import ReadsParts
 from lrlhf.run.lightning_internals import Commands
 from lrlhf.run.supervision.signals import answering_sigterm
@@ -83,7 +83,7 @@ class Application(Commands):
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         self.config = parser.parse_args(self._arguments)
         options = self.config.get(self._arguments[0])
-        refuse_nulls(options)
+        check_values(options)
         if options is not None and options.trainer.default_root_dir is None:
             options.trainer.default_root_dir = _run_folder(self._arguments)
         if options is not None and self._arguments[0] in EVALUATIONS:

@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
 
 from lrlhf.callbacks.output_files import json_line
-from lrlhf.cli.messages.errors import ConfigError
 from lrlhf.cli.trained_policy import TrainedPolicy, load_named
 from lrlhf.datamodules import FileSource
 from lrlhf.datamodules.loading.files import is_data_file
@@ -31,6 +30,7 @@ from lrlhf.datamodules.rows.prompt_rows import (
     column_or_dialogue,
 )
 from lrlhf.modules.policy.generate import Answer, PromptReader, TextGenerator
+from lrlhf.options.errors import ConfigError
 from lrlhf.rollout import Sampling, TransformersEngine
 from lrlhf.rollout.records import plain_json
 from lrlhf.run import sample_seeds

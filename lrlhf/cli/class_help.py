@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from lrlhf.cli.messages.errors import ConfigError, hint
+from lrlhf.options.errors import ConfigError, hint
 
 _PACKAGES = (
     *("modules", "datamodules", "rewards", "rollout", "callbacks", "loggers", "environments"),

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import yaml
 
-from lrlhf.cli.messages.errors import ConfigError, hint
 from lrlhf.foreign_files import bounded_text, check_expansion
+from lrlhf.options.errors import ConfigError, hint
 from lrlhf.secrets import is_secret_name, remember
 
 _CLASS_KEYS = {"class_path", "init_args", "dict_kwargs"}

@@ -14,8 +14,8 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lrlhf.cli.checks.mistake import MistakeError, RefusedError
 from lrlhf.cli.config_entries import class_of, is_ours, options_of
-from lrlhf.cli.parser import Parser
 from lrlhf.modules.policy.settings import PolicySettings
+from lrlhf.options.parser import Parser
 from lrlhf.rewards import Rewards
 from lrlhf.rewards.lookup import BUILTINS
 

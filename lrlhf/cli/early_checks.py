@@ -17,8 +17,8 @@ from pathlib import Path
 import yaml
 
 from lrlhf.cli.config_files import MERGE, ConfigFile, dotted, line_of, walk
-from lrlhf.cli.messages.errors import ConfigError, hint
 from lrlhf.familiar_names import FAMILIAR_NAMES, RENAMED_KEYS
+from lrlhf.options.errors import ConfigError, hint
 
 _PACKAGES = ("modules", "datamodules", "rewards", "callbacks", "loggers", "rollout")
 """Those that are imported before a config is parsed, so that their classes have short names."""

@@ -14,12 +14,12 @@ from rich.table import Table
 from lrlhf.callbacks import EvalJSONL
 from lrlhf.callbacks.reports.run_report import short_path
 from lrlhf.cli.config_entries import is_a
-from lrlhf.cli.messages.errors import ConfigError
 from lrlhf.cli.model_evaluation import MODEL_OPTIONS, export_folder, is_export
 from lrlhf.modules import DPO
 from lrlhf.modules.dpo import resolve_preference_loss
 from lrlhf.modules.metrics.measurement import HasMeasurements, Measurement
 from lrlhf.modules.policy.iteration import plain_text
+from lrlhf.options.errors import ConfigError
 from lrlhf.secrets import safe
 
 EVALUATIONS = ("validate", "test", "predict")

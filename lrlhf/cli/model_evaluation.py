@@ -20,7 +20,7 @@ from lrlhf.cli.config_files import (
     read_config_files,
 )
 from lrlhf.cli.early_checks import options_of
-from lrlhf.cli.messages.errors import ConfigError
+from lrlhf.options.errors import ConfigError
 from lrlhf.secrets import safe
 
 CHECKPOINT = ".ckpt"

@@ -12,10 +12,10 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lrlhf.cli.messages.errors import ConfigError
 from lrlhf.foreign_files import TRUST_FLAG, read_yaml, refuse_foreign_code
 from lrlhf.guard.dump import CONFIG_FILE, read_about
 from lrlhf.modules import DumpReplay, NotADumpError, replay_dump
+from lrlhf.options.errors import ConfigError
 from lrlhf.secrets import escaped
 
 _MAX_ROWS = 16

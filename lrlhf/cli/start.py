@@ -18,7 +18,7 @@ from importlib.metadata import version
 from lrlhf.cli.command_table import COMMANDS, HELP_OF_CLASS, REWARDS_OF_RUN, Takes
 from lrlhf.cli.config_files import ConfigFile, config_arguments, read_config_files, remember_secrets
 from lrlhf.cli.early_checks import check_names
-from lrlhf.cli.messages.errors import ConfigError, say_error
+from lrlhf.options.errors import ConfigError, say_error
 from lrlhf.secrets import safe
 
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")

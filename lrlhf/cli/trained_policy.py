@@ -15,13 +15,13 @@ from jsonargparse import ArgumentError
 from torch import nn
 
 from lrlhf.cli.export_command import fill
-from lrlhf.cli.messages.errors import ConfigError
-from lrlhf.cli.parser import Parser
 from lrlhf.foreign_files import read_yaml, refuse_foreign_code
 from lrlhf.models import CausalLM, load_config
 from lrlhf.models.loading.model_sources import locate
 from lrlhf.models.loading.reward_files import HEAD_CONFIG
 from lrlhf.modules.policy.load_policy import LoadedPolicy, load_policy
+from lrlhf.options.errors import ConfigError
+from lrlhf.options.parser import Parser
 from lrlhf.rollout import Sampling
 from lrlhf.run.checkpoints.checkpoint_reader import is_folder_checkpoint
 from lrlhf.run.checkpoints.checkpoint_search import SUFFIX, newest_intact

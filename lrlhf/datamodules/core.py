@@ -15,6 +15,7 @@ import lightning as L
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from lrlhf.arguments import TakesOptions
 from lrlhf.datamodules.loading.loader import (
     CHANGES,
     BalancedOrder,
@@ -205,7 +206,7 @@ def _split_note(count: int) -> Iterator[str]:
         )
 
 
-class RowDataModule(L.LightningDataModule, Generic[RowT, BatchT]):
+class RowDataModule(TakesOptions, L.LightningDataModule, Generic[RowT, BatchT]):
     """Loads rows of one kind: splits, shuffling, shares of the ranks, resuming, bad rows.
 
     `PromptDataModule`, `PreferenceDataModule` and `ReplayDataModule` are this with their kinds of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import lightning as L
 
@@ -79,10 +79,6 @@ class SupervisedDataModule(TextDataModule[SupervisedRow, SupervisedBatch]):
         max_tokens: int | None = None,
         **options: Any,
     ) -> None:
-        if loss_on is not None and loss_on not in get_args(LossOn):
-            raise ValueError(
-                f"loss_on is {loss_on!r}, expected one of {', '.join(get_args(LossOn))}, or null"
-            )
         self._row_options: dict[str, Any] = {
             "loss_on": loss_on,
             "messages_column": messages_column,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -11,9 +11,10 @@ from lrlhf.environments.session import TextEnvironment
 from lrlhf.environments.tool_calls import tool_call_format
 from lrlhf.environments.tools import Tool, schemas_of, tools_of_functions
 from lrlhf.functional.names import import_function
+from lrlhf.options.conversion import settings
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings()
 class Episodes:
     """Turns of a policy with an environment or with tools, in place of single responses.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lrlhf.functional.kl import kl_estimate
 from lrlhf.functional.masking import masked_sum
+from lrlhf.options.conversion import settings
 from lrlhf.run import Collectives
 from lrlhf.types import Experience, SequenceBatch
 
@@ -31,7 +31,7 @@ class TrainingDivergedError(ValueError):
     """Steps had to be left out again and again, and leaving them out did not help."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings()
 class Guard:
     """Which steps are skipped, when the run stops, and what is dumped.
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from lrlhf.media.refs import MediaPart, PartOptions, media_name
+from lrlhf.options.conversion import settings
 
 ANIMATIONS = ("PNG", "GIF", "WEBP")
 """Pillow's names of the formats that are read frame by frame."""
@@ -172,7 +173,7 @@ class MediaError(BadRow):
     """An image, video or audio that cannot be used."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings()
 class MediaOptions:
     """How images, videos and audio are read.
 

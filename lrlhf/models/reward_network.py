@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from lrlhf.models.modes import evaluating, trial
 from lrlhf.models.scorers import HeadedBackbone, Scorer
 from lrlhf.models.sharding import device_of
 from lrlhf.models.token_logprobs import sequence_values
+from lrlhf.options.conversion import settings
 from lrlhf.types import SequenceBatch
 
 
@@ -121,7 +122,7 @@ class RewardNetwork(nn.Module):
         return cls(scorer).eval()
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@settings(repr=False)
 class ScoreModel(PretrainedSpec):
     """A pretrained backbone with scalar heads; a trained reward model keeps its own heads."""
 
@@ -224,7 +225,7 @@ class ValueNetwork(nn.Module):
         save_file(weights, Path(folder) / _HEAD_WEIGHTS, metadata={"format": "pt"})
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@settings(repr=False)
 class ValueModel(PretrainedSpec):
     """A critic: the body of a language model, of a trained reward model, or an exported critic.
 

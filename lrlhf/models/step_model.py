@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ from lrlhf.models.loading.pretrained import (
 from lrlhf.models.modes import evaluating, trial
 from lrlhf.models.reward_network import check_causal
 from lrlhf.models.sharding import device_of, within
+from lrlhf.options.conversion import settings
 from lrlhf.types import SequenceBatch
 
 STEP_SEPARATOR = "\n"
@@ -32,7 +32,7 @@ _HEADS = ("score", "classifier")
 """What token classifiers call their last layer."""
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@settings(repr=False)
 class StepModel(PretrainedSpec):
     """A process reward model: the body of a causal language model and a token classifier.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 
 import lrlhf.strategies  # noqa: F401  registers its names with Lightning
+from lrlhf.arguments import TakesOptions, all_arguments
 from lrlhf.guard.anomalies import Anomaly, Guard, StepVerdict
 from lrlhf.guard.dump import StepBundle
 from lrlhf.guard.step_guard import StepGuard
@@ -33,7 +33,6 @@ from lrlhf.modules.contracts import Exportable
 from lrlhf.modules.hyperparameters import (
     as_hyperparameters,
     build_again,
-    constructor_arguments,
     read_hyperparameters,
 )
 from lrlhf.modules.metrics.metric_sums import MetricSums
@@ -83,7 +82,7 @@ class SteppedOptimizer(NamedTuple):
     """Iterations at the start in which its model is frozen."""
 
 
-class TrainingModule(L.LightningModule):
+class TrainingModule(TakesOptions, L.LightningModule):
     """A LightningModule with manual optimization that is seeded, guarded and resumed exactly.
 
     A subclass defines ``trainable_models``, ``configure_optimizers`` and ``training_step``, and may
@@ -103,8 +102,7 @@ class TrainingModule(L.LightningModule):
 
     def __init__(self, *, guard: Guard = Guard(), seed: int | None = None) -> None:  # noqa: B008
         super().__init__()
-        arguments = constructor_arguments(self, inspect.currentframe())
-        set_hyperparameters(self, as_hyperparameters(type(self), arguments))
+        set_hyperparameters(self, as_hyperparameters(type(self), all_arguments(self)))
         self.automatic_optimization = False
         self.seed = run_seed(seed)
         self.step_guard = StepGuard(guard)

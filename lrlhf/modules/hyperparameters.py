@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -53,32 +52,6 @@ CLASS, NOT_KEPT = "_class_path", "_not_kept"
 
 class _NotKeptError(Exception):
     """A value has no plain form; says what it is."""
-
-
-def constructor_arguments(instance: object, frame: FrameType | None) -> dict[str, Any]:
-    """Return what the constructor of an object's own class was called with.
-
-    Args:
-        instance: Under construction.
-        frame: Of one of its constructors.
-    """
-    arguments: dict[str, Any] = {}
-    passes_on = False
-    while frame is not None and frame.f_code.co_name == "__init__":
-        names, _, rest, values = inspect.getargvalues(frame)
-        if not names or values.get(names[0]) is not instance:
-            break
-        # a constructor may have deleted some
-        arguments = {name: values[name] for name in names[1:] if name in values}
-        arguments |= values.get(rest, {}) if rest else {}
-        passes_on = rest is not None
-        frame = frame.f_back
-    if not passes_on:
-        return arguments
-    # of what it passes on to its parent, the frame has only what was given
-    given = inspect.signature(type(instance)).parameters.values()
-    defaults = {one.name: one.default for one in given if one.default is not one.empty}
-    return defaults | arguments
 
 
 def as_hyperparameters(kind: type, arguments: Mapping[str, Any]) -> dict[str, Any]:

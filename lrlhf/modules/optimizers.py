@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+
+from lrlhf.options.conversion import settings
 
 _ADAMW = "torch.optim.AdamW"
 _LR = 1e-5
@@ -27,7 +29,7 @@ class OptimizerAndScheduler(NamedTuple):
     scheduler: LambdaLR
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings()
 class OptimizerConfig:
     """AdamW with decoupled weight decay on matrices only, and a learning-rate schedule.
 
@@ -81,10 +83,6 @@ class OptimizerConfig:
         if not 0 <= self.min_lr_fraction <= 1:
             raise ValueError(
                 f"optimizer.min_lr_fraction is {self.min_lr_fraction}, expected 0 to 1"
-            )
-        if self.schedule not in _DECAYS:
-            raise ValueError(
-                f"optimizer.schedule is {self.schedule!r}, expected one of {', '.join(_DECAYS)}"
             )
         steps = self.warmup_steps or 0
         if steps < 0 or (steps >= 1 and steps % 1 != 0):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
 
 from lrlhf.functional.algorithm import Aggregate
@@ -10,11 +10,12 @@ from lrlhf.functional.importance import IMPORTANCE_MODES
 from lrlhf.functional.names import unknown_name
 from lrlhf.models import CausalLM, HeadKind, ValueModel, ValueNetwork
 from lrlhf.modules.optimizers import OptimizerConfig
+from lrlhf.options.conversion import settings
 from lrlhf.rewards.lookup import NamedFunction
 from lrlhf.statistics.repeated_samples import usual_sizes
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings()
 class Reference:
     """The reference model, and the KL penalty that keeps the policy close to it.
 
@@ -55,7 +56,7 @@ class Reference:
             raise ValueError(f"reference.mixup is {self.mixup}; it must lie in (0, 1]")
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings()
 class Teacher:
     """A frozen model that the policy learns from on its own responses (on-policy distillation).
 
@@ -122,7 +123,7 @@ class Teacher:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings()
 class Advantage:
     """How scores become advantages.
 
@@ -174,7 +175,7 @@ class Advantage:
             raise ValueError(f"advantage.clip is {self.clip}; it must be above 0, or null")
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings()
 class Update:
     """How experience becomes optimizer steps.
 
@@ -262,7 +263,7 @@ class Update:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings()
 class ImportanceSampling:
     """Importance weights that correct the mismatch between engine and trainer.
 
@@ -324,7 +325,7 @@ AUTOMATIC = ImportanceSampling(mode="token_truncate")
 difference of 0.03 nats per token, weights by response leave a quarter of the batch at 4,096."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings()
 class DynamicSampling:
     """Train only on groups that teach something, and sample until there are enough.
 
@@ -349,7 +350,7 @@ class DynamicSampling:
             raise ValueError(f"dynamic_sampling.prompts is {self.prompts}; it must be 1 or more")
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings()
 class Evaluation:
     """What a validation of a policy samples and measures.
 
@@ -404,7 +405,7 @@ class Evaluation:
         return usual_sizes(self.num_samples) if self.num_samples > 1 else ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings()
 class Critic:
     """The value function of PPO, and how it learns.
 

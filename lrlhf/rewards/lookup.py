@@ -77,7 +77,7 @@ def bind_functions(
     Raises:
         ValueError: A function cannot be found or called, or two have the same name.
     """
-    if isinstance(functions, str) or callable(functions):
+    if callable(functions):
         raise ValueError("functions must be a list of reward functions, even if it is only one")
     if not functions:
         raise ValueError("functions is empty: name at least one reward function")

@@ -145,10 +145,6 @@ class ProcessReward(OwnModelReward[_Loaded]):
         trust_remote_code: bool = False,
         offload: bool = False,
     ) -> None:
-        if aggregate not in _RUNNING:
-            raise ValueError(f"aggregate is {aggregate!r}; it must be {', '.join(_RUNNING)}")
-        if steps not in ("separator", "turn"):
-            raise ValueError(f"steps is {steps!r}; it must be separator or turn")
         if "" in (split_at, step_separator):
             raise ValueError("split_at and step_separator must be text, or null")
         check_positive(batch_size=batch_size, max_tokens=max_tokens)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
+
+from lrlhf.options.conversion import settings
 
 _FORMATS = {"regex", "json", "choice", "grammar"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings()
 class Sampling:
     """Options with which an engine samples responses.
 

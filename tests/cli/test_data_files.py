@@ -14,9 +14,9 @@ import lightning as L
 import pytest
 
 from lrlhf.cli import run
-from lrlhf.cli.messages.errors import ValidationError
-from lrlhf.cli.parser import Parser
 from lrlhf.datamodules import EvalLoader, TrainLoader
+from lrlhf.options.errors import ValidationError
+from lrlhf.options.parser import Parser
 from tests.cli import toys  # noqa: F401  its classes are known by their short names
 from tests.cli.conftest import CONFIG
 

@@ -8,7 +8,7 @@ import pytest
 
 from lrlhf.cli.config_files import read_config_files
 from lrlhf.cli.early_checks import check_names, options_of
-from lrlhf.cli.messages.errors import ConfigError
+from lrlhf.options.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ["modules", "datamodules", "rewards", "callbacks", "loggers", "rollout"]

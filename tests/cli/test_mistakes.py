@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lrlhf.__main__ import main
 from lrlhf.models import CausalLM, ScoreModel
 
 TABLE = runpy.run_path(str(Path(__file__).parents[2] / "tools/mistakes.py"))
+MISTAKES = TABLE["MISTAKES"]
 
 
 @pytest.fixture
@@ -27,7 +29,7 @@ def folder(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    "mistake", [pytest.param(one, id=one.name) for one in TABLE["MISTAKES"] if one.early]
+    "mistake", [pytest.param(one, id=one.name) for one in MISTAKES if one.early]
 )
 def test_a_mistake_is_answered_before_weights_are_loaded(
     folder: Path,
@@ -49,3 +51,17 @@ def test_a_mistake_is_answered_before_weights_are_loaded(
     assert error.startswith("error: ")
     for part in mistake.says:
         assert part in error
+
+
+@pytest.mark.parametrize(
+    "mistake", [pytest.param(one, id=one.name) for one in MISTAKES if TABLE["program_of"](one)]
+)
+def test_python_gets_the_sentence_of_the_command_line(folder: Path, mistake: Any) -> None:
+    program = TABLE["program_of"](mistake)
+    with pytest.raises(Exception) as raised:  # noqa: PT011  its kind is looked at below
+        exec(program, {})
+    kinds = (ValueError, TypeError, OSError, ImportError, MisconfigurationException)
+    assert isinstance(raised.value, kinds)
+    message = "; ".join([str(raised.value), *getattr(raised.value, "__notes__", ())])
+    for part in mistake.says_in_python:
+        assert part in message

@@ -7,8 +7,8 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.cli.messages.locations import read_complaint
 from lrlhf.datamodules import PreferenceDataModule, PromptDataModule
+from lrlhf.options.complaints import read_complaint
 from tests.datamodules.conftest import WriteRows, numbered_prompts
 
 

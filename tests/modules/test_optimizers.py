@@ -112,7 +112,7 @@ def test_schedules_by_hand(options: dict[str, Any], total: float, expected: list
         ({"lr": math.nan}, "optimizer.lr is nan"),
         ({"weight_decay": -0.1}, "optimizer.weight_decay"),
         ({"min_lr_fraction": 1.5}, "optimizer.min_lr_fraction"),
-        ({"schedule": "cosin"}, "'cosin', expected one of constant, linear, cosine"),
+        ({"schedule": "cosin"}, "schedule: expected one of constant, linear, cosine, got 'cosin'"),
         ({"warmup_steps": -1}, "optimizer.warmup_steps"),
         ({"warmup_steps": 2.5}, "optimizer.warmup_steps is 2.5"),
         ({"optimizer_class": "torch.optim.SGD", "betas": (0.5, 0.9)}, "optimizer.betas belongs"),

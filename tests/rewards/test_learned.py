@@ -118,7 +118,7 @@ def test_special_tokens_of_plain_text_are_an_option(
 
 
 def test_special_tokens_are_one_of_three() -> None:
-    with pytest.raises(ValueError, match="special_tokens is 'eos'; it must be one of with_eos, "):
+    with pytest.raises(ValueError, match="special_tokens: expected one of with_eos, "):
         LearnedReward("x", special_tokens="eos")  # type: ignore[arg-type]
 
 

@@ -230,8 +230,8 @@ def test_rewards_of_steps_of_several_functions_stand_side_by_side() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"aggregate": "max"}, "aggregate is 'max'"),
-        ({"steps": "line"}, "steps is 'line'"),
+        ({"aggregate": "max"}, "aggregate: expected one of .* got 'max'"),
+        ({"steps": "line"}, "steps: expected one of .* got 'line'"),
         ({"split_at": ""}, "must be text"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"max_tokens": 0}, "max_tokens is 0"),

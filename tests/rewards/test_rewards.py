@@ -592,7 +592,7 @@ def positional(completions: Sequence[str], /) -> list[float]:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"functions": "exact_match"}, "must be a list"),
+        ({"functions": ones}, "must be a list"),
         ({"functions": ["exact_mach"]}, "did you mean 'exact_match'"),
         ({"functions": ["regex_format"]}, "needs pattern: .*class_path.*RegexFormat"),
         ({"functions": [positional]}, "'completions' by position only"),

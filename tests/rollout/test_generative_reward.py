@@ -322,7 +322,7 @@ def test_a_yaml_names_it_like_the_other_rewards(model_folder: str) -> None:
 def test_what_cannot_be_used_is_refused(model_folder: str, tmp_path: Path) -> None:
     for options, message in (
         ({"opponents": 3}, "opponents is 3"),
-        ({"form": "words"}, "form is 'words'"),
+        ({"form": "words"}, "form: expected one of .* got 'words'"),
         ({"samples": 2}, "give temperature"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),

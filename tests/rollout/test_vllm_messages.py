@@ -96,11 +96,11 @@ def test_options_out_of_range_are_refused() -> None:
         (VLLMEngine, {"gpu_memory_utilization": 1.5}, r"engine\.gpu_memory_utilization is 1\.5"),
         (VLLMServerEngine, {"max_restarts": -1}, r"engine\.max_restarts is -1"),
         (VLLMServerEngine, {"stall_timeout": 0}, r"engine\.stall_timeout is 0"),
-        (VLLMEngine, {"transport": "gloo"}, r"which VLLMEngine cannot do: .* auto, inproc"),
+        (VLLMEngine, {"transport": "gloo"}, r"transport: expected one of auto, inproc, got 'gloo'"),
         (
             VLLMServerEngine,
             {"transport": "inproc"},
-            r"VLLMServerEngine cannot do: .*ipc, gloo",
+            r"transport: expected one of .*ipc, gloo, got 'inproc'",
         ),
         (
             VLLMServerEngine,

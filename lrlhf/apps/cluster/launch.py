@@ -42,9 +42,9 @@ from lrlhf.cli.config_files import (
     is_inline,
     read_config_files,
 )
-from lrlhf.cli.messages.errors import ConfigError
-from lrlhf.cli.parser import Parser
 from lrlhf.noted_signals import noted_signals
+from lrlhf.options.errors import ConfigError
+from lrlhf.options.parser import Parser
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import VLLMServerEngine
 

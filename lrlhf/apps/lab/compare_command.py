@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
 
-from lrlhf.cli.messages.errors import ConfigError
 from lrlhf.cli.model_evaluation import CHECKPOINT, evaluate_models
+from lrlhf.options.errors import ConfigError
 
 if TYPE_CHECKING:
     from lrlhf.apps.lab.compare import Report

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lrlhf.cli.command_parser import command_parser
-from lrlhf.cli.messages.errors import ConfigError
+from lrlhf.options.errors import ConfigError
 from lrlhf.secrets import safe
 
 _EPILOG = """\

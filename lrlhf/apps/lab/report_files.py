@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lrlhf.cli.messages.errors import ConfigError
+from lrlhf.options.errors import ConfigError
 from lrlhf.run.atomic import atomic_write
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lrlhf.apps.lab.report_files import check_output, write_json
 from lrlhf.apps.lab.reward_lab import Lab, as_json, as_page, as_text, look_at, responses_of_run
-from lrlhf.cli.messages.errors import ConfigError
+from lrlhf.options.errors import ConfigError
 from lrlhf.secrets import safe
 
 if TYPE_CHECKING:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, TextStreamer
 
-from lrlhf.cli.messages.errors import hint
 from lrlhf.cli.trained_policy import TrainedPolicy, load_to_talk
 from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.chat import ChatFormat
 from lrlhf.models import context_length, eos_token_ids, plain_model, ruled_out_ids
 from lrlhf.modules.policy.generate import PromptReader
+from lrlhf.options.errors import hint
 from lrlhf.rollout import Sampling
 from lrlhf.rollout.engines.transformers_engine import plain_generation_config
 from lrlhf.secrets import safe

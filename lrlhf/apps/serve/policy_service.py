@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from lrlhf.cli.command_parser import add_loading_options, command_parser
-from lrlhf.cli.messages.errors import ConfigError
 from lrlhf.cli.trained_policy import TrainedPolicy, load_to_talk
 from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.chat import ChatFormat
 from lrlhf.environments import detect_format, tool_call_format
 from lrlhf.environments.session import Asked, TurnTokens
+from lrlhf.options.errors import ConfigError
 from lrlhf.rewards.learned import encoded
 from lrlhf.rollout import Response, Sampling, TransformersEngine
 from lrlhf.rollout.responses import responses_of, token_prompts

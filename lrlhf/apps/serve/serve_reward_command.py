@@ -11,10 +11,10 @@ from typing import Any
 from jsonargparse import Namespace
 
 from lrlhf.cli.config_files import read_config_files
-from lrlhf.cli.messages.errors import ConfigError, ValidationError
 from lrlhf.cli.messages.exit_status import located
 from lrlhf.cli.messages.locations import locate_refusal
-from lrlhf.cli.parser import Parser, options_without_null, refuse_nulls
+from lrlhf.options.errors import ConfigError, ValidationError
+from lrlhf.options.parser import Parser, check_values, options_without_null
 from lrlhf.rewards import LearnedReward, RewardFunction
 
 _TERMINATED = 128 + signal.SIGTERM
@@ -33,11 +33,11 @@ def serve_reward(arguments: Sequence[str]) -> None:
     """
     serving = importlib.import_module("lrlhf.apps.serve")
     config = _parsed(_parser(serving), arguments)
-    own = {"host", "port", "token_env"}
+    own: dict[str, Any] = dict.fromkeys(("host", "port", "token_env"), str)
     for options in (serving.RequestLimits, serving.QueueOptions):
         own |= options_without_null(options)
-    refuse_nulls(config, strict=own)
-    refuse_nulls(config.model, ("model",), strict=options_without_null(LearnedReward))
+    check_values(config, strict=own)
+    check_values(config.model, ("model",), strict=options_without_null(LearnedReward))
     try:
         service = _service(serving, config)
     except ValueError as error:

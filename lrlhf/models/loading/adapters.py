@@ -7,7 +7,7 @@ import logging
 import re
 import warnings
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import peft
@@ -15,11 +15,12 @@ from transformers import PreTrainedModel
 
 from lrlhf.models.loading.deferred_weights import standing_in
 from lrlhf.models.loading.model_sources import explained
+from lrlhf.options.conversion import settings
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings()
 class LoRA:
     """Low-rank adapters: only they are trained, the model's own weights stay as they are."""
 

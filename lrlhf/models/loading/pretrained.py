@@ -13,7 +13,7 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -61,6 +61,7 @@ from lrlhf.models.media_inputs import placeholder_ids, vision_encoder
 from lrlhf.models.modes import in_trial
 from lrlhf.models.packed.packed_attention import FUNCTIONS
 from lrlhf.models.scorers import blocks_of
+from lrlhf.options.conversion import settings
 
 _LARGE = 3_000_000_000
 """Weights of a model above which activations are what fills a GPU first."""
@@ -195,7 +196,7 @@ logger = logging.getLogger(__name__)
 DType = Literal["float32", "bfloat16", "float16", "auto"]
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@settings(repr=False)
 class PretrainedSpec:
     """Loading options that all pretrained models share."""
 
@@ -262,7 +263,7 @@ class PretrainedSpec:
         return load_processor(self.source, **self.of_hub)
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@settings(repr=False)
 class CausalLM(PretrainedSpec):
     """A language or vision-language model: a policy or a reference model."""
 

@@ -22,7 +22,6 @@ from lrlhf.rewards.function import (
 from lrlhf.rewards.learned import (
     SpecialTokens,
     as_text,
-    check_special_tokens,
     full_text,
     text_ids,
 )
@@ -102,7 +101,6 @@ class VLLMReward(CopiesStartAfresh):
         max_wait: float | None = 0.0,
         special_tokens: SpecialTokens = "with_eos",
     ) -> None:
-        check_special_tokens(special_tokens)
         self._settings = ServiceSettings(
             urls=urls,
             token_env=token_env,

@@ -24,7 +24,6 @@ from lrlhf.rollout.vllm.vllm_base import (
     RANK_WORKER,
     VLLMBase,
     check_positive,
-    check_transport,
     import_vllm,
     is_cpu,
     media_argument,
@@ -63,7 +62,6 @@ class VLLMEngine(VLLMBase):
         **engine: Any,
     ) -> None:
         super().__init__(**engine)
-        check_transport(type(self).__name__, transport, ("auto", "inproc"))
         check_positive(tensor_parallel_size=tensor_parallel_size)
         for option, instead in (
             ("tensor_parallel_size", "set engine.tensor_parallel_size instead"),

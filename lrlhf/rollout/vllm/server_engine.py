@@ -169,7 +169,7 @@ class VLLMServerEngine(VLLMBase):
         **engine: Any,
     ) -> None:
         super().__init__(**engine)
-        check_transport(type(self).__name__, transport, ("auto", *TRANSPORTS))
+        check_transport(transport)
         self.urls = [url] if isinstance(url, str) else list(url or ())
         if self.urls and replicas not in (1, len(self.urls)):
             raise ValueError(

@@ -28,9 +28,9 @@ from lrlhf.apps.cluster.rewards import RayRewards
 from lrlhf.cli import run
 from lrlhf.cli.application import Application
 from lrlhf.cli.config_entries import class_of
-from lrlhf.cli.messages.errors import ConfigError
-from lrlhf.cli.parser import Parser
 from lrlhf.cli.saved_config import SaveConfig
+from lrlhf.options.errors import ConfigError
+from lrlhf.options.parser import Parser
 from tests.cli.experiment import experiment
 
 ROOT = Path(__file__).parents[3]

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import inspect
 import re
-import types
-import typing
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import is_dataclass
 from pydoc import locate as import_by_path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import lightning as L
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
-from lrlhf.cli.messages.errors import ValidationError, hint
 from lrlhf.familiar_names import FAMILIAR_NAMES, RENAMED_KEYS
+from lrlhf.options.conversion import PLAIN, fits, no_group, parameters_of
+from lrlhf.options.errors import ValidationError, hint
 
 _UNKNOWN_OPTION = re.compile(r"Option '(?P<key>[^']+)' is not accepted$")
 _UNKNOWN_IN_GROUP = re.compile(
@@ -65,12 +66,8 @@ class Parser(LightningArgumentParser):
         group = match.groupdict().get("group")
         # as it was given, with as many of the keys around it as are known
         parts = f"{group}.{match['key']}".split(".")
-        for start in range(len(parts)):
-            renamed = RENAMED_KEYS.get(".".join(parts[start:]))
-            if renamed and ("." in renamed or renamed in self._options("")):
-                return f"; did you mean '{renamed}', which took its place?"
-        if familiar := FAMILIAR_NAMES.get(parts[-1]):
-            return f"; did you mean {familiar}?"
+        if near := near_miss(parts, self._options("")):
+            return near
         if group is not None:
             return self._hint_in_group(match, error)
         return hint(
@@ -99,6 +96,21 @@ class Parser(LightningArgumentParser):
         return {name.removeprefix(prefix).split(".")[0].rstrip("+") for name in inside}
 
 
+def near_miss(keys: Sequence[str], accepted: Collection[str]) -> str:
+    """Say what an option of another library, or a former one, is called here; empty: it is none.
+
+    Args:
+        keys: The option behind the groups that it stands in.
+        accepted: Options of the class.
+    """
+    for start in range(len(keys)):
+        renamed = RENAMED_KEYS.get(".".join(keys[start:]))
+        if renamed and ("." in renamed or renamed in accepted):
+            return f"; did you mean '{renamed}', which took its place?"
+    familiar = FAMILIAR_NAMES.get(keys[-1])
+    return f"; did you mean {familiar}?" if familiar else ""
+
+
 LIMITS = tuple(f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict"))
 
 
@@ -112,20 +124,22 @@ def read_whole_numbers_as_such() -> None:
         L.Trainer.__init__.__annotations__[name] = int | float | None
 
 
-def refuse_nulls(value: Any, path: tuple[str, ...] = (), *, strict: Collection[str] = ()) -> None:
-    """Check that no option is null that must not be.
+def check_values(
+    value: Any, path: tuple[str, ...] = (), *, strict: Mapping[str, Any] = MappingProxyType({})
+) -> None:
+    """Check that no option is null that must not be, and that groups of options are mappings.
 
     Args:
         value: A parsed config, or a part of one.
         path: Keys that lead to it.
-        strict: Options of ``value`` itself that must not be null.
+        strict: Options of ``value`` itself that must not be null, see `options_without_null`.
 
     Raises:
         ValidationError: One is; names it.
     """
     if isinstance(value, list):
         for item in value:
-            refuse_nulls(item, path)
+            check_values(item, path)
     if not isinstance(value, Namespace):
         return
     children = vars(value)
@@ -134,40 +148,21 @@ def refuse_nulls(value: Any, path: tuple[str, ...] = (), *, strict: Collection[s
         strict = options_without_null(import_by_path(class_path))
         children = vars(options)
     for name, given in children.items():
+        problem = ""
         if given is None and name in strict:
-            key = ".".join((*path, name))
-            raise ValidationError(
-                f'Parser key "{key}": null is not accepted here; leave the line out to get the '
-                "default"
-            )
-        refuse_nulls(given, (*path, name))
+            problem = "null is not accepted here; leave the line out to get the default"
+        elif is_dataclass(strict.get(name)) and isinstance(given, PLAIN | list):
+            problem = no_group(strict[name], given)
+        if problem:
+            raise ValidationError(f'Parser key "{".".join((*path, name))}": {problem}')
+        check_values(given, (*path, name))
 
 
-def options_without_null(cls: object) -> set[str]:
-    """Options of a class that have a type and a default of which neither is None."""
-    if not isinstance(cls, type):
-        return set()
-    strict: dict[str, bool] = {}
-    for constructor in (vars(base).get("__init__") for base in cls.__mro__):
-        if not inspect.isfunction(constructor):
-            continue
-        try:
-            hints = typing.get_type_hints(constructor)
-        except NameError:  # a type that is imported for type checkers only
-            break
-        parameters = inspect.signature(constructor).parameters.values()
-        for parameter in parameters:
-            given = parameter.default not in (None, inspect.Parameter.empty)
-            never_null = given and not _allows_none(hints.get(parameter.name, Any))
-            strict.setdefault(parameter.name, never_null)
-        if all(parameter.kind != parameter.VAR_KEYWORD for parameter in parameters):
-            break  # else the next class takes the rest
-    return {name for name, never_null in strict.items() if never_null}
-
-
-def _allows_none(hint: Any) -> bool:
-    if typing.get_origin(hint) in {typing.Union, types.UnionType}:
-        return any(_allows_none(branch) for branch in typing.get_args(hint))
-    if typing.get_origin(hint) is typing.Literal:
-        return None in typing.get_args(hint)
-    return hint in {Any, object, type(None)}
+def options_without_null(cls: object) -> dict[str, Any]:
+    """Return the types of a class's options that have a default, and can neither be None."""
+    known = parameters_of(cls)[0] if isinstance(cls, type) else {}
+    return {
+        name: kind
+        for name, (kind, default) in known.items()
+        if default not in (None, inspect.Parameter.empty) and not fits(None, kind)
+    }

@@ -1,0 +1,184 @@
+"""Arguments of constructors from Python, read as a config is.
+
+A value of the parameter's type is taken as it is. What else a config could say, such as a dict or
+the name of a class, goes through the parser of the command line, so a mistake gets its sentence.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, is_dataclass
+from functools import cache, wraps
+from numbers import Integral, Real
+from typing import Any, TypeVar
+
+from lrlhf.options.errors import hint
+
+ClassT = TypeVar("ClassT", bound=type)
+PLAIN = None | bool | int | float | str
+"""What a config holds but for lists and mappings."""
+_UNIONS = (typing.Union, types.UnionType)
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+@typing.dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
+def settings(*, repr: bool = True) -> Callable[[ClassT], ClassT]:
+    """Make a frozen dataclass whose constructor takes what a config has, see `converting`."""
+
+    def make(cls: ClassT) -> ClassT:
+        made: Any = dataclass(frozen=True, kw_only=True, repr=repr)(cls)
+        made.__init__ = converting(made.__init__, made)
+        return cls
+
+    return make
+
+
+def converting(init: Callable[..., None], owner: type) -> Callable[..., None]:
+    """Wrap the constructor of a class: a dict becomes the object that its parameter wants.
+
+    Raises:
+        TypeError: From the constructor: there is no such option, or a value is of another type.
+    """
+    positions = [name for name in inspect.signature(init).parameters if name != "self"]
+
+    @wraps(init)
+    def constructor(self: Any, *args: Any, **options: Any) -> None:
+        given = {**dict(zip(positions, args, strict=False)), **options}
+        changed = convert(owner, given, name=type(self).__name__)
+        if changed is not given:
+            args = tuple(changed[name] for name, _ in zip(positions, args, strict=False))
+            options = {name: changed[name] for name in options}
+        init(self, *args, **options)
+
+    return constructor
+
+
+def convert(owner: type, given: dict[str, Any], *, name: str) -> dict[str, Any]:
+    """Return the arguments of a constructor with objects in the place of their descriptions.
+
+    Args:
+        owner: The class that has the constructor.
+        name: What errors call the class.
+        given: Arguments by name; returned as they are if none needs a change.
+
+    Raises:
+        TypeError: There is no such option, or a value is of another type.
+    """
+    known, is_open = parameters_of(owner)
+    unknown = [] if is_open else [name for name in given if name not in known]
+    if unknown:
+        raise TypeError(_unknown(name, unknown[0], known))
+    changed = {
+        key: _parsed(name, key, known[key][0], value)
+        for key, value in given.items()
+        if key in known and not fits(value, known[key][0]) and _is_readable(value, known[key][0])
+    }
+    return {**given, **changed} if changed else given
+
+
+@cache
+def parameters_of(owner: type) -> tuple[Mapping[str, tuple[Any, Any]], bool]:
+    """Return type and default of each option of a class, and whether it may have others too."""
+    known: dict[str, tuple[Any, Any]] = {}
+    for base in owner.__mro__:
+        constructor = vars(base).get("__init__")
+        if not inspect.isfunction(constructor):
+            continue
+        try:
+            kinds = typing.get_type_hints(constructor)
+        except NameError:  # a type that is imported for type checkers only
+            return known, True
+        parameters = list(inspect.signature(constructor).parameters.values())[1:]
+        for parameter in parameters:
+            if parameter.kind not in _VARIABLE:
+                kind = kinds.get(parameter.name, Any)
+                known.setdefault(parameter.name, (kind, parameter.default))
+        if all(parameter.kind not in _VARIABLE for parameter in parameters):
+            return known, False
+        if not base.__module__.startswith("lrlhf."):
+            return known, True
+        # the next class takes the rest
+    return known, True
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a value has a type already; of a container nobody looks at what it holds."""
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin in _UNIONS:
+        return any(fits(value, part) for part in parts)
+    if origin is typing.Annotated:
+        return fits(value, parts[0])
+    if origin is typing.Literal:
+        return any(value is part or (value == part and isinstance(value, str)) for part in parts)
+    if kind is str:
+        return isinstance(value, str | os.PathLike)
+    if kind in (float, int):
+        return isinstance(value, Real if kind is float else Integral) and not isinstance(
+            value, bool
+        )
+    if origin in (None, Callable) and kind is not None:
+        if not isinstance(origin or kind, type):
+            return True  # a type variable, or Any
+        try:
+            return isinstance(value, origin or kind)
+        except TypeError:  # a protocol: rows of data, which are no options
+            return not isinstance(value, PLAIN)
+    return value is None if kind is None else value is not None and not value
+
+
+def _is_readable(value: Any, kind: Any) -> bool:
+    """Whether a config could say a value, or its type is none that only Python knows."""
+    union = typing.get_origin(kind) in _UNIONS
+    closed = all(map(_is_closed, typing.get_args(kind) if union else (kind,)))
+    return closed or _is_plain(value)
+
+
+def _is_closed(kind: Any) -> bool:
+    plain = isinstance(kind, type) and issubclass(kind, PLAIN)
+    return plain or is_dataclass(kind) or typing.get_origin(kind) is typing.Literal
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, PLAIN | Mapping) or is_dataclass(value)
+
+
+def no_group(kind: type, value: Any) -> str:
+    """Say that a value is no group of options."""
+    shown = repr(value) if isinstance(value, PLAIN) else f"a {type(value).__name__}"
+    return f"expected the options of {kind.__name__} as a mapping, got {shown}"
+
+
+def _parsed(owner: str, name: str, kind: Any, value: Any) -> Any:
+    """Read a value as the command line does."""
+    # they take a while to import, and most arguments need none of it
+    from jsonargparse import ArgumentError  # noqa: PLC0415
+
+    from lrlhf.options.complaints import read_complaint  # noqa: PLC0415
+    from lrlhf.options.parser import Parser  # noqa: PLC0415
+
+    if is_dataclass(kind) and isinstance(kind, type) and not isinstance(value, Mapping):
+        raise TypeError(f"{owner}: {name}: {no_group(kind, value)}")
+    parser = Parser(exit_on_error=False)
+    parser.add_argument(f"--{name}", type=kind)
+    try:
+        return parser.instantiate(parser.parse_object({name: value}))[name]
+    except ArgumentError as error:
+        complaint = read_complaint(str(error))
+    except ValueError as error:  # a constructor refuses a value, as a report of the parser or not
+        raise ValueError(str(read_complaint(str(error)))) from error
+    key = ".".join(step for step in complaint.path if isinstance(step, str))
+    is_type = type(value) is not str or not complaint.choices
+    raise (TypeError if is_type else ValueError)(f"{owner}: {key or name}: {complaint}")
+
+
+def _unknown(owner: str, name: str, known: Mapping[str, Any]) -> str:
+    from lrlhf.options.parser import near_miss  # noqa: PLC0415
+
+    nearest = near_miss((name,), known) or hint(name, known)
+    return f"{owner} has no option '{name}'{nearest}"
