@@ -24,12 +24,7 @@ from lrlhf.callbacks import (
 )
 from lrlhf.callbacks.checkpoints.rl_checkpoint import find_newest
 from lrlhf.loggers import ResumingCSVLogger
-from lrlhf.modules.contracts import (
-    Exportable,
-    Measured,
-    SamplesResponses,
-    SaysWhatIsBetter,
-)
+from lrlhf.modules.contracts import Exportable, Measured, SamplesResponses, SaysWhatIsBetter
 from lrlhf.run.log_rows import LogRows
 from lrlhf.run.quiet_output import quiet
 from lrlhf.run.run_folder import WritesToRunFolder, refuse_remote

@@ -36,15 +36,7 @@ from lrlhf.models.packed.packed_attention import (
     comparing,
     name_flash,
 )
-from lrlhf.models.packed.packing import (
-    Chains,
-    Compacted,
-    Packed,
-    compact,
-    find_trees,
-    pack,
-    unfold,
-)
+from lrlhf.models.packed.packing import Chains, Compacted, Packed, compact, find_trees, pack, unfold
 from lrlhf.models.sharding import device_of
 from lrlhf.types import Media, SequenceBatch
 

@@ -48,11 +48,7 @@ from lrlhf.run.atomic import atomic_folder
 from lrlhf.run.checkpoints.checkpoint_reader import read_checkpoint
 from lrlhf.run.checkpoints.checkpoint_search import check
 from lrlhf.run.collectives import ReadsParts, from_rank_zero
-from lrlhf.run.lightning_internals import (
-    log_hyperparameters_once,
-    set_hyperparameters,
-    trainer_of,
-)
+from lrlhf.run.lightning_internals import log_hyperparameters_once, set_hyperparameters, trainer_of
 from lrlhf.run.quiet_output import quiet
 
 _SUBFOLDERS = ("critic", "additional_chat_templates")

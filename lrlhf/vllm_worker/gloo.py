@@ -13,12 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import (  # type: ignore[attr-defined]  # documented to be there
-    BroadcastOptions,
-    PrefixStore,
-    ProcessGroupGloo,
-    TCPStore,
-)
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]  # documented to be there
 
 BUCKET = 2**24
 """Bytes of a bucket; a larger tensor is sent alone. Memory of twice that size and more is returned

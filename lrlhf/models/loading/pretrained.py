@@ -42,12 +42,7 @@ from lrlhf.arguments import brief
 from lrlhf.models.backbone import allow_packing, keep_attention
 from lrlhf.models.experts import has_experts
 from lrlhf.models.heads import body_of, check_output_head
-from lrlhf.models.loading.adapters import (
-    LoRA,
-    add_adapters,
-    stored_adapters,
-    warn_of_unknown_words,
-)
+from lrlhf.models.loading.adapters import LoRA, add_adapters, stored_adapters, warn_of_unknown_words
 from lrlhf.models.loading.deferred_weights import build_deferred
 from lrlhf.models.loading.export import check_mergeable
 from lrlhf.models.loading.model_sources import (
