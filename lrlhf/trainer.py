@@ -25,6 +25,7 @@ from lrlhf.callbacks import (
 from lrlhf.callbacks.checkpoints.rl_checkpoint import find_newest
 from lrlhf.loggers import ResumingCSVLogger
 from lrlhf.modules.contracts import Exportable, Measured, SamplesResponses, SaysWhatIsBetter
+from lrlhf.run.lightning_internals import start_method_of
 from lrlhf.run.log_rows import LogRows
 from lrlhf.run.quiet_output import quiet
 from lrlhf.run.run_folder import WritesToRunFolder, refuse_remote
@@ -208,7 +209,7 @@ def _chooses_precision(options: dict[str, Any]) -> bool:
     plugins = _as_list(options.get("plugins"))
     named = any(isinstance(each, Precision) for each in plugins)
     strategy = options.get("strategy")
-    start = getattr(strategy, "start_method", None) or getattr(strategy, "_start_method", None)
+    start = getattr(strategy, "start_method", None) or start_method_of(strategy)
     return named or "fork" in str(start or strategy) or "notebook" in str(strategy)
 
 

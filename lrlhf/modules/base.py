@@ -20,7 +20,6 @@ from lrlhf.guard.anomalies import Anomaly, Guard, StepVerdict
 from lrlhf.guard.dump import StepBundle
 from lrlhf.guard.step_guard import StepGuard
 from lrlhf.models import ReferencePolicy, TextLimits, TokenBudget, limits_of
-from lrlhf.models.in_brief import in_brief
 from lrlhf.models.loading.deferred_weights import read, reading
 from lrlhf.models.sharding import load_state
 from lrlhf.modules.checks import (
@@ -326,7 +325,7 @@ class TrainingModule(L.LightningModule):
         """Say in a few words what the module is made of, by name; a line each in its ``repr``."""
         if type(self).trainable_models is TrainingModule.trainable_models:
             return {}
-        return {role: in_brief(model) for role, model in self.trainable_models().items()}
+        return {role: _in_brief(model) for role, model in self.trainable_models().items()}
 
     def __repr__(self) -> str:
         lines = [f"  {name}: {text}" for name, text in self.summary().items()]
@@ -364,3 +363,17 @@ def advance(scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler")
         scheduler.step()
+
+
+def _in_brief(model: nn.Module) -> str:
+    """Name a model, and count its parameters; those that are shared or frozen count once."""
+    weights = list(model.parameters())
+    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+    total = sum(weight.numel() for weight in weights)
+    config = getattr(model, "config", None)
+    source = getattr(config, "name_or_path", "")
+    name = f"{type(model).__name__} of {source}" if source else type(model).__name__
+    kinds = sorted({str(weight.dtype).removeprefix("torch.") for weight in weights})
+    devices = sorted({str(weight.device) for weight in weights})
+    places = f"{', '.join(kinds)} on {', '.join(devices)}"
+    return f"{name}, {total:,} parameters, {trained:,} of them trained, {places}"

@@ -104,10 +104,16 @@ def clear_dropout(config: PreTrainedConfig) -> None:
             setattr(config, name, 0.0)
 
 
+_DROPOUT = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
+
+
 def silence_dropout(model: nn.Module) -> None:
     """Set the probability of every dropout layer to 0."""
     for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, _DROPOUT):
             module.p = 0.0
 
 
@@ -443,7 +449,7 @@ def _unlike_linear(model: nn.Module) -> Iterator[str]:
         if own and isinstance(module, nn.Linear) and not _maps_vectors(module):
             yield name
         # a state space reads these weights, or its kernel does, and never calls the layers
-        if {"A_log", "D"} <= module._parameters.keys():
+        if {"A_log", "D"} <= dict(module.named_parameters(recurse=False)).keys():
             yield from (f"{name}.{part}" for part in ("dt_proj", "out_proj"))
 
 
