@@ -23,13 +23,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.models import CausalLM, sequence_logprobs
-from lrlhf.rollout import (
-    RolloutEngine,
-    Sampling,
-    TransformersEngine,
-    VLLMEngine,
-    VLLMServerEngine,
-)
+from lrlhf.rollout import RolloutEngine, Sampling, TransformersEngine, VLLMEngine, VLLMServerEngine
 from lrlhf.types import PromptBatch
 
 CONSOLE = Console()

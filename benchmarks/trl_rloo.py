@@ -24,13 +24,7 @@ from lrlhf.modules import RLOO
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.modules.settings import Reference, Update
 from lrlhf.rewards import Rewards
-from lrlhf.rollout import (
-    RolloutEngine,
-    RolloutListener,
-    Sampling,
-    VLLMEngine,
-    response_ids,
-)
+from lrlhf.rollout import RolloutEngine, RolloutListener, Sampling, VLLMEngine, response_ids
 from lrlhf.types import Experience, PromptBatch
 
 __all__ = ["PHASES", "prepare", "run_lrlhf", "run_trl"]

@@ -401,15 +401,3 @@ FAMILIAR_NAMES: Mapping[str, str] = {
     ),
 }
 """Where an option is here, by its last name there."""
-
-
-def familiar(name: str, section: str) -> str:
-    """Return ``; did you mean x?`` for an option of another trainer, else nothing.
-
-    Args:
-        name: The option.
-        section: Of the class that was given it, such as ``data``; its own options need no more
-            than their name.
-    """
-    meant = FAMILIAR_NAMES.get(name, "").replace(f"{section}.", "")
-    return f"; did you mean {meant}?" if meant else ""

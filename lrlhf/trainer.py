@@ -25,16 +25,19 @@ from lrlhf.callbacks import (
 )
 from lrlhf.callbacks.checkpoints.rl_checkpoint import find_newest
 from lrlhf.loggers import ResumingCSVLogger
-from lrlhf.modules.contracts import (
-    Exportable,
-    Measured,
-    SamplesResponses,
-    SaysWhatIsBetter,
-)
+from lrlhf.modules.contracts import Exportable, Measured, SamplesResponses, SaysWhatIsBetter
+from lrlhf.run.lightning_internals import start_method_of
 from lrlhf.run.log_rows import LogRows
 from lrlhf.run.quiet_output import quiet
 from lrlhf.run.run_folder import WritesToRunFolder, refuse_remote
 from lrlhf.run.supervision.signals import ReusableTrainer
+from lrlhf.trainer_options import (
+    REPLACED,
+    refuse_accelerator,
+    refuse_folder,
+    refuse_replaced,
+    refuse_strategy,
+)
 
 GPU_PRECISION: Final = "bf16-mixed"
 """Of runs on a GPU with bfloat16 that name no precision."""
@@ -70,6 +73,9 @@ class Trainer(TakesOptions, ReusableTrainer):
     ) -> None:
         folder = default_root_dir or Path("runs") / _name_of_script()
         refuse_remote(folder)
+        refuse_folder(folder)
+        refuse_strategy(options.get("strategy"))
+        refuse_accelerator(options.get("accelerator"))
         callbacks = [LogRows(), *_as_list(options.get("callbacks"))]
         shows_progress = options.get("enable_progress_bar") is not False
         if default_callbacks and shows_progress and not _has(callbacks, ProgressBar):
@@ -115,6 +121,9 @@ class Trainer(TakesOptions, ReusableTrainer):
         ``ckpt_path="last"`` continues the run of this folder; where there is no checkpoint yet, it
         says so and starts one.
         """
+        if isinstance(model, SamplesResponses):
+            for option in REPLACED:
+                refuse_replaced(type(model).__name__, option, getattr(self, option))
         found = self._prepare(model, ckpt_path)
         super().fit(model, train_dataloaders, val_dataloaders, datamodule, found, weights_only)
 
@@ -214,7 +223,7 @@ def _chooses_precision(options: dict[str, Any]) -> bool:
     plugins = _as_list(options.get("plugins"))
     named = any(isinstance(each, Precision) for each in plugins)
     strategy = options.get("strategy")
-    start = getattr(strategy, "start_method", None) or getattr(strategy, "_start_method", None)
+    start = getattr(strategy, "start_method", None) or start_method_of(strategy)
     return named or "fork" in str(start or strategy) or "notebook" in str(strategy)
 
 

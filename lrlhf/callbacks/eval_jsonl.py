@@ -20,7 +20,7 @@ from lrlhf.callbacks.output_files import (
     output_folder,
     row_number,
 )
-from lrlhf.modules.validation_sets import set_column
+from lrlhf.datamodules.core import set_column
 from lrlhf.run.numbered_files import move_to_numbered
 from lrlhf.run.seeding import LoadedStep, model_step
 

@@ -22,12 +22,7 @@ from lrlhf.cli.config_files import (
     without_policy,
 )
 from lrlhf.cli.config_objects import ConfigObjects
-from lrlhf.cli.evaluation import (
-    EVALUATIONS,
-    keep_reference,
-    show_evaluation,
-    take_export,
-)
+from lrlhf.cli.evaluation import EVALUATIONS, keep_reference, show_evaluation, take_export
 from lrlhf.cli.export_command import export_checkpoint, hub_repo
 from lrlhf.cli.messages.exit_status import Progress, blaming_user, how_to_continue
 from lrlhf.cli.replay_command import show_replay

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lrlhf.cli.command_table import LAUNCHED
 from lrlhf.cli.config_entries import class_of
 from lrlhf.run.atomic import atomic_write
+from lrlhf.run.lightning_internals import replace_hyperparameters
 from lrlhf.run.log_rows import hold_log_folders, without_secrets
 from lrlhf.run.run_folder import run_folder
 from lrlhf.secrets import HIDDEN
@@ -32,8 +32,7 @@ def hide_hyperparameters(*parts: object) -> None:
         given = dict(part.hparams)
         plain = without_secrets(given)
         if any(_differences(given, plain, "")):
-            part._set_hparams(plain)
-            part._hparams_initial = deepcopy(part.hparams)  # type: ignore[union-attr]
+            replace_hyperparameters(part, plain)
 
 
 class SaveConfig(SaveConfigCallback):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from inspect import signature
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
@@ -51,11 +50,11 @@ from lrlhf.datamodules.loading.validation import (
     check_options,
     named_sets,
 )
-from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, BadRows, lost_notes, nearest
+from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, BadRows, lost_notes
 from lrlhf.datamodules.rows.conservation import Conservation, Reached
-from lrlhf.familiar_names import familiar
 from lrlhf.models import is_split
 from lrlhf.models.chat_templates import TemplateConstants
+from lrlhf.run.lightning_internals import data_in_use
 
 DraftT = TypeVar("DraftT")
 RowT = TypeVar("RowT")
@@ -252,11 +251,8 @@ class RowDataModule(TakesOptions, L.LightningDataModule, Generic[RowT, BatchT]):
         num_workers: int = 0,
         pin_memory: bool | None = None,
         accept_changed_data: bool = False,
-        **unknown: Any,
     ) -> None:
         super().__init__()
-        if unknown:  # taken here to name the class that the user wrote, not this one
-            raise TypeError(_unknown_option(type(self), next(iter(unknown))))
         for name, value, least in (
             ("batch_size", batch_size, 1),
             ("val_batch_size", val_batch_size, 1),
@@ -554,7 +550,29 @@ class _Beside:
         self.lightning_module = module
 
 
-def _unknown_option(cls: type, name: str) -> str:
-    own = (base for base in cls.__mro__ if issubclass(base, RowDataModule))
-    known = {option for base in own for option in signature(base).parameters}
-    return f"{cls.__name__} has no option {name!r}{familiar(name, 'data') or nearest(name, known)}"
+def set_names(trainer: L.Trainer) -> tuple[str, ...]:
+    """Return the name of each validation loader; empty: it has none.
+
+    Data modules of this library name their sets where ``val`` is a mapping.
+    """
+    data = data_in_use(trainer)
+    if isinstance(data, RowDataModule):
+        return data.val_names
+    of_stages = (
+        *(trainer.num_val_batches, trainer.num_sanity_val_batches),
+        *(trainer.num_test_batches, trainer.num_predict_batches),
+    )
+    return ("",) * max(1, *map(len, of_stages))
+
+
+def set_column(trainer: L.Trainer, index: int, loaders: int) -> dict[str, Any]:
+    """Return the column that tells the rows of several sets apart in files; of a single one: none.
+
+    Args:
+        trainer: Evaluates or predicts.
+        index: Of the loader that a row comes from.
+        loaders: How many there are.
+    """
+    if name := set_names(trainer)[index]:
+        return {"set": name}
+    return {"dataloader": index} if loaders > 1 else {}

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zer
 from lrlhf.arguments import KeepsArguments
 from lrlhf.loggers.local_folder import LocalFolder
 from lrlhf.run.atomic import naming
+from lrlhf.run.lightning_internals import forget_writer, open_writer
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -66,7 +67,7 @@ class ResumingTensorBoardLogger(KeepsArguments, LocalFolder, TensorBoardLogger):
     @rank_zero_experiment
     def experiment(self) -> SummaryWriter:
         """The writer of this process."""
-        if self._experiment is None:
+        if open_writer(self) is None:
             self._others = _event_files(Path(self.log_dir))
             _await_a_later_name(self._others)
         writer: SummaryWriter = super().experiment
@@ -137,12 +138,12 @@ class ResumingTensorBoardLogger(KeepsArguments, LocalFolder, TensorBoardLogger):
         self._held_back.clear()
 
     def stand_apart(self, stage: str) -> None:
-        if self._experiment is not None:
+        if (writer := open_writer(self)) is not None:
             # opened by the trainer before it said what for
-            self._experiment.close()
+            writer.close()
             for file in _event_files(Path(self.log_dir)) - self._others:
                 file.unlink()
-            self._experiment = None
+            forget_writer(self)
         self._stage, self._begun = stage, True
 
 

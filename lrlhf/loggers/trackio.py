@@ -8,7 +8,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.utilities.logger import _convert_params
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from PIL import Image
@@ -81,8 +80,9 @@ class ResumingTrackioLogger(KeepsArguments, Logger):
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *_: Any) -> None:
+        options = vars(params) if isinstance(params, Namespace) else params
         # Trackio keeps names with an underscore in front for itself
-        given = {str(key).lstrip("_"): value for key, value in _convert_params(params).items()}
+        given = {str(key).lstrip("_"): value for key, value in options.items()}
         self._config |= given
 
     @rank_zero_only

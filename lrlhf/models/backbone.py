@@ -36,16 +36,9 @@ from lrlhf.models.packed.packed_attention import (
     comparing,
     name_flash,
 )
-from lrlhf.models.packed.packing import (
-    Chains,
-    Compacted,
-    Packed,
-    compact,
-    find_trees,
-    pack,
-    unfold,
-)
+from lrlhf.models.packed.packing import Chains, Compacted, Packed, compact, find_trees, pack, unfold
 from lrlhf.models.sharding import device_of
+from lrlhf.models.transformers_internals import attention_of, set_attention
 from lrlhf.types import Media, SequenceBatch
 
 logger = logging.getLogger(__name__)
@@ -189,7 +182,7 @@ def _packed_inputs(
 
 def packs(plain: PreTrainedModel, batch: SequenceBatch | None = None) -> bool:
     """Tell whether rows, by default without images, go through a plain model as one packed row."""
-    if _attention_config(plain)._attn_implementation not in FUNCTIONS:
+    if attention_of(_attention_config(plain)) not in FUNCTIONS:
         return False
     # such models let the tokens of an image see each other, which only their own masks do
     return batch is None or batch.media is None or not _sees_images_both_ways(plain)
@@ -197,7 +190,7 @@ def packs(plain: PreTrainedModel, batch: SequenceBatch | None = None) -> bool:
 
 def _uses_depth_first_order(plain: PreTrainedModel, device: torch.device) -> bool:
     """Tell whether packed rows go through FlexAttention, where that computes them."""
-    name = _attention_config(plain)._attn_implementation
+    name = attention_of(_attention_config(plain))
     if name in (PACKED_SDPA, PACKED_OWN_ATTENTION):
         return False
     # on CPUs there is no backward pass, and compiling takes longer than most passes
@@ -213,11 +206,11 @@ def keep_attention(model: PreTrainedModel, asked: str | None) -> None:
             FlexAttention too; flash attention goes on, on CPUs with ``sdpa`` in its place.
     """
     config = _attention_config(model)
-    name = config._attn_implementation
+    name = attention_of(config)
     if name == asked == "sdpa":
-        config._attn_implementation = KEPT_SDPA
+        set_attention(config, KEPT_SDPA)
     elif "flash" in name:
-        config._attn_implementation = name_flash(name)
+        set_attention(config, name_flash(name))
 
 
 def allow_packing(model: PreTrainedModel | PeftModel) -> bool:
@@ -246,7 +239,7 @@ def allow_packing(model: PreTrainedModel | PeftModel) -> bool:
     if waits(plain, allow_packing):
         return False
     # an encoder is not expected to pack, and other attention was asked for
-    expected = config._attn_implementation in PACKED_NAMES and not _sees_what_follows(plain)
+    expected = attention_of(config) in PACKED_NAMES and not _sees_what_follows(plain)
     reason = _pack_if_possible(plain)
     if plain.device.type == "meta":
         return reason is None
@@ -265,14 +258,14 @@ def allow_packing(model: PreTrainedModel | PeftModel) -> bool:
 def _pack_if_possible(plain: PreTrainedModel) -> str | None:
     """Have a model compute packed rows; returns why it cannot, if so."""
     config = _attention_config(plain)
-    reason, name = _obstacle(plain), config._attn_implementation
+    reason, name = _obstacle(plain), attention_of(config)
     packing = PACKED_NAMES.get(name, name)
     if name == KEPT_SDPA:
         name = "sdpa"
     if plain.device.type == "meta":
         if reason is None:
             bounded = name == "sdpa" and getattr(config, "attn_logit_softcapping", None) is not None
-            config._attn_implementation = PACKED_OWN_ATTENTION if bounded else packing
+            set_attention(config, PACKED_OWN_ATTENTION if bounded else packing)
         return reason
     if name in PACKED_NAMES:
         padded, tried = "sdpa", PACKED_SDPA
@@ -286,7 +279,7 @@ def _pack_if_possible(plain: PreTrainedModel) -> str | None:
                 "transformers calls eager and which takes more memory.",
                 type(plain).__name__,
             )
-        config._attn_implementation = name if reason else packing
+        set_attention(config, name if reason else packing)
     return reason
 
 
@@ -295,20 +288,20 @@ def _asks_for_more(plain: PreTrainedModel) -> bool:
     config = _attention_config(plain)
     asking: list[str] = []
     try:
-        config._attn_implementation = COMPARED_ATTENTION
+        set_attention(config, COMPARED_ATTENTION)
         with refusals(), comparing() as asking:
             _trial(plain)
     except ModelRefusalError as error:
         logger.debug("the attention of %s was not compared: %s", type(plain).__name__, error)
     finally:
-        config._attn_implementation = "sdpa"
+        set_attention(config, "sdpa")
     return bool(asking)
 
 
 def _obstacle(plain: PreTrainedModel) -> str | None:
     config = _attention_config(plain)
-    if config._attn_implementation not in PACKED_NAMES:
-        return f"its attention is {config._attn_implementation!r}, not 'sdpa'"
+    if attention_of(config) not in PACKED_NAMES:
+        return f"its attention is {attention_of(config)!r}, not 'sdpa'"
     if _sees_what_follows(plain):
         return "its tokens see what follows them"
     kinds = set(_layer_types(plain)) - _WINDOWED
@@ -343,12 +336,12 @@ def _difference(plain: PreTrainedModel, padded: str, packed: str) -> str | None:
     try:
         with refusals():
             for attention in (padded, packed):
-                config._attn_implementation = attention
+                set_attention(config, attention)
                 found.append(_trial(plain))
     except ModelRefusalError as error:
         return f"it refuses them ({error})"
     finally:
-        config._attn_implementation = "sdpa"
+        set_attention(config, "sdpa")
     expected, actual = (one.of(one.rows.attention_mask).float() for one in found)
     # 16 bits, which split weights may be gathered in, round the two orders of work differently
     exact = found[0].states.dtype in (torch.float32, torch.float64)

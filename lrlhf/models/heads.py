@@ -18,6 +18,7 @@ from lrlhf.models.loading.deferred_weights import waits
 from lrlhf.models.media_inputs import ruled_out_ids
 from lrlhf.models.modes import evaluating, trial
 from lrlhf.models.sharding import device_of, is_split
+from lrlhf.torch_internals import forward_hooks
 
 Pooling = Literal["last", "mean", "attention"]
 HeadKind = Literal["linear", "mlp"]
@@ -298,7 +299,7 @@ class OutputHead:
         # a subclass is a layer that does something else with the weight
         if not isinstance(layer, nn.Linear) or type(layer) is not nn.Linear:
             return self
-        watched = layer._forward_hooks or layer._forward_pre_hooks
+        watched = any(forward_hooks(layer))
         if watched or layer.bias is not None or self.softcap is not None or is_split(layer.weight):
             return self
         return LinearHead(weight=layer.weight, multiplier=self.multiplier, ruled_out=self.ruled_out)

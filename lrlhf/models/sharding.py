@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lrlhf.models import zero
+from lrlhf.torch_internals import fsdp_dtype, fsdp_groups
 
 ResultT = TypeVar("ResultT")
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -252,7 +253,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
             yield
         return
     _wake(model)
-    groups = [g for module in modules for g in module._get_fsdp_state()._fsdp_param_groups]
+    groups = [group for module in modules for group in fsdp_groups(module)]
     # PyTorch has a setter for when weights are freed, and nothing to ask
     freed = [group.post_forward_mesh_info for group in groups]
     for module in modules:
@@ -271,7 +272,7 @@ def gathered_bytes(model: nn.Module) -> int:
     """Return the size of all split weights as `gathered` holds them."""
     narrowed = None
     if isinstance(model, FSDPModule):  # it has no other place that says it
-        narrowed = model._get_fsdp_state()._mp_policy.param_dtype
+        narrowed = fsdp_dtype(model)
     return sum(
         whole_shape(weight).numel() * (narrowed or weight.dtype).itemsize
         for weight in model.parameters()
@@ -289,23 +290,23 @@ def whole_weights(module: nn.Module) -> Iterator[None]:
                 replaced.append((owner, name, weight))
     try:
         for owner, name, weight in replaced:
-            owner._parameters[name] = nn.Parameter(whole(weight).detach(), requires_grad=False)
+            setattr(owner, name, nn.Parameter(whole(weight).detach(), requires_grad=False))
         yield
     finally:
         for owner, name, weight in replaced:
-            owner._parameters[name] = weight
+            setattr(owner, name, weight)
 
 
 def make_whole(model: nn.Module) -> None:
     """Give a model that FSDP2 has split, settled, ordinary weights on the CPU; for all ranks."""
     known: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        for name, weight in module.named_parameters(recurse=False):
+        for name, weight in [*module.named_parameters(recurse=False)]:
             if isinstance(weight, DTensor):
                 if id(weight) not in known:
                     data = weight.full_tensor().detach().cpu()
                     known[id(weight)] = nn.Parameter(data, requires_grad=weight.requires_grad)
-                module._parameters[name] = known[id(weight)]
+                setattr(module, name, known[id(weight)])
 
 
 def _wake(model: nn.Module) -> None:

@@ -15,11 +15,7 @@ from lrlhf.models.backbone import allow_packing, hidden_states
 from lrlhf.models.heads import plain_model
 from lrlhf.models.loading.deferred_weights import waits
 from lrlhf.models.loading.model_sources import load_config
-from lrlhf.models.loading.pretrained import (
-    PretrainedSpec,
-    finish_for_training,
-    load_pretrained,
-)
+from lrlhf.models.loading.pretrained import PretrainedSpec, finish_for_training, load_pretrained
 from lrlhf.models.modes import evaluating, trial
 from lrlhf.models.reward_network import check_causal
 from lrlhf.models.sharding import device_of, within

@@ -3,6 +3,8 @@
 Between two passes a split weight is empty, and its piece lies in ``ds_tensor``; hooks on the
 modules gather it for each use. The pieces of all ranks in a row are the flattened weight, padded to
 the same length on each.
+
+Nothing else may touch private parts of DeepSpeed; `tests/test_layers.py` keeps it so.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
+
+from lrlhf.torch_internals import forward_hooks, use_plain_parameters
 
 # what DeepSpeed leaves on modules, and would take for its own in the next run
 _TRACES = (
@@ -148,15 +152,14 @@ def make_whole(model: nn.Module) -> None:
     reshard(model)
     whole: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        weights = dict(module._parameters)
-        for name, weight in weights.items():
-            if weight is None or not is_partitioned(weight):
+        use_plain_parameters(module)
+        for name, weight in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
+            if not is_partitioned(weight):
                 continue
             if id(weight) not in whole:
                 data = whole_parameter(weight).cpu().clone()
                 whole[id(weight)] = nn.Parameter(data, requires_grad=weight.requires_grad)
-            weights[name] = whole[id(weight)]
-        module._parameters = weights
+            setattr(module, name, whole[id(weight)])
         for trace in _TRACES:
             vars(module).pop(trace, None)
 
@@ -181,7 +184,7 @@ def _without_hooks(offloads: list[Any]) -> Iterator[None]:
         handles = [*offload.forward_hooks, *offload.backward_hooks, offload.fwd_pre_hook]
         ids = {handle.id for handle in handles}
         for module in offload.module.modules():
-            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for hooks in forward_hooks(module):
                 kept.append((hooks, list(hooks.items())))
                 for key in ids & hooks.keys():
                     del hooks[key]
@@ -191,3 +194,46 @@ def _without_hooks(offloads: list[Any]) -> Iterator[None]:
         for hooks, items in reversed(kept):
             hooks.clear()
             hooks.update(items)
+
+
+# ---------------------------------------------------------------- engines
+
+
+def begin_backward(engine: Any) -> None:
+    """Do what the forward pass of DeepSpeed's own wrapper does for the backward pass."""
+    engine.optimizer.clear_backward_seen_flag()
+    engine._backward_prologue()
+
+
+def end_backward(optimizer: Any) -> None:
+    """Leave a backward pass; one that reached the model has left by itself."""
+    if optimizer._hooks_fired_this_backward == 0:
+        optimizer.exit_backward()
+
+
+def average_gradients(engine: Any) -> None:
+    """Average the gradients of ZeRO-1, which does it in the step."""
+    engine._running_engine_step = True
+    try:
+        engine.optimizer.setup_buckets()
+        engine.allreduce_gradients()
+    finally:
+        engine._running_engine_step = False
+
+
+def take_step(engine: Any) -> None:
+    """Move the weights by the averaged gradients."""
+    engine._take_model_step(None)
+
+
+def forget_offloaded(optimizer: Any, stage: int) -> None:
+    """Forget whose gradients were moved to the CPU."""
+    if stage == 3:
+        optimizer._offload_boundary_param_ids = set()
+    else:
+        optimizer._offload_accumulated_param_ids = set()
+
+
+def fragment_of(weight: Any) -> Any:
+    """Return where ZeRO-1 and -2 keep this rank's share of a weight; None: other ranks have it."""
+    return weight._hp_mapping

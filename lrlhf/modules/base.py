@@ -20,7 +20,6 @@ from lrlhf.guard.anomalies import Anomaly, Guard, StepVerdict
 from lrlhf.guard.dump import StepBundle
 from lrlhf.guard.step_guard import StepGuard
 from lrlhf.models import ReferencePolicy, TextLimits, TokenBudget, limits_of
-from lrlhf.models.in_brief import in_brief
 from lrlhf.models.loading.deferred_weights import read, reading
 from lrlhf.models.sharding import load_state
 from lrlhf.modules.checks import (
@@ -30,11 +29,7 @@ from lrlhf.modules.checks import (
     uses_loss_scaler,
 )
 from lrlhf.modules.contracts import Exportable
-from lrlhf.modules.hyperparameters import (
-    as_hyperparameters,
-    build_again,
-    read_hyperparameters,
-)
+from lrlhf.modules.hyperparameters import as_hyperparameters, build_again, read_hyperparameters
 from lrlhf.modules.metrics.metric_sums import MetricSums
 from lrlhf.run import (
     SplitsModels,
@@ -47,11 +42,7 @@ from lrlhf.run.atomic import atomic_folder
 from lrlhf.run.checkpoints.checkpoint_reader import read_checkpoint
 from lrlhf.run.checkpoints.checkpoint_search import check
 from lrlhf.run.collectives import ReadsParts, from_rank_zero
-from lrlhf.run.lightning_internals import (
-    log_hyperparameters_once,
-    set_hyperparameters,
-    trainer_of,
-)
+from lrlhf.run.lightning_internals import log_hyperparameters_once, set_hyperparameters, trainer_of
 from lrlhf.run.quiet_output import quiet
 
 _SUBFOLDERS = ("critic", "additional_chat_templates")
@@ -328,7 +319,7 @@ class TrainingModule(TakesOptions, L.LightningModule):
         """Say in a few words what the module is made of, by name; a line each in its ``repr``."""
         if type(self).trainable_models is TrainingModule.trainable_models:
             return {}
-        return {role: in_brief(model) for role, model in self.trainable_models().items()}
+        return {role: _in_brief(model) for role, model in self.trainable_models().items()}
 
     def __repr__(self) -> str:
         lines = [f"  {name}: {text}" for name, text in self.summary().items()]
@@ -366,3 +357,17 @@ def advance(scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler")
         scheduler.step()
+
+
+def _in_brief(model: nn.Module) -> str:
+    """Name a model, and count its parameters; those that are shared or frozen count once."""
+    weights = list(model.parameters())
+    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+    total = sum(weight.numel() for weight in weights)
+    config = getattr(model, "config", None)
+    source = getattr(config, "name_or_path", "")
+    name = f"{type(model).__name__} of {source}" if source else type(model).__name__
+    kinds = sorted({str(weight.dtype).removeprefix("torch.") for weight in weights})
+    devices = sorted({str(weight.device) for weight in weights})
+    places = f"{', '.join(kinds)} on {', '.join(devices)}"
+    return f"{name}, {total:,} parameters, {trained:,} of them trained, {places}"

@@ -15,6 +15,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lrlhf.options.conversion import settings
+from lrlhf.torch_internals import leave_scale_to_caller
 
 _ADAMW = "torch.optim.AdamW"
 _LR = 1e-5
@@ -172,9 +173,8 @@ class OptimizerConfig:
                 f"{self.optimizer_class}: {error}"
             ) from error
         if isinstance(optimizer, AdamW):
-            # a fused one tells loss scalers that it divides by their scale itself, and Lightning
-            # then clips nothing; gradients are unscaled before they are looked at here
-            optimizer._step_supports_amp_scaling = False
+            # else Lightning clips nothing; gradients are unscaled before they are looked at here
+            leave_scale_to_caller(optimizer)
         return optimizer
 
     def _refuse_adamw_options(self) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from lrlhf.arguments import brief
+from lrlhf.datamodules.core import set_names
 from lrlhf.environments import Episodes
 from lrlhf.functional.algorithm import Algorithm
 from lrlhf.guard.anomalies import Guard, StepWatch, measure
@@ -56,7 +57,6 @@ from lrlhf.modules.settings import (
     Teacher,
     Update,
 )
-from lrlhf.modules.validation_sets import set_names
 from lrlhf.rewards import Rewards
 from lrlhf.rewards.rewards import NoRewards, as_rewards
 from lrlhf.rollout import RolloutEngine, Sampling, TransformersEngine

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from lrlhf.datamodules.core import set_names
 from lrlhf.functional.masking import masked_sum
 from lrlhf.guard.anomalies import Guard, refuse_policy_limits
 from lrlhf.guard.dump import StepBundle
@@ -23,7 +24,6 @@ from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.modules.policy.iteration import Iteration
 from lrlhf.modules.policy.load_policy import LoadedPolicy
 from lrlhf.modules.policy.update import OptimizerStep, plan_micro_batches
-from lrlhf.modules.validation_sets import set_names
 from lrlhf.rollout import trim
 from lrlhf.run import Collectives
 from lrlhf.types import SequenceBatch, SupervisedBatch

@@ -6,27 +6,14 @@ from lrlhf.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from lrlhf.rollout.collector import Collected, Collector, extra_values_of
-    from lrlhf.rollout.dynamic_sampling import (
-        collect_different,
-        groups_differ,
-    )
-    from lrlhf.rollout.engines.engine import (
-        Capabilities,
-        EngineWrapper,
-        ProbeGap,
-        RolloutEngine,
-    )
+    from lrlhf.rollout.dynamic_sampling import collect_different, groups_differ
+    from lrlhf.rollout.engines.engine import Capabilities, EngineWrapper, ProbeGap, RolloutEngine
     from lrlhf.rollout.engines.policy_weights import PolicyWeights, WeightSyncError
     from lrlhf.rollout.engines.synced_engine import EngineFailure, SyncedEngine
     from lrlhf.rollout.engines.transformers_engine import TransformersEngine
     from lrlhf.rollout.generative_reward import GenerativeReward
     from lrlhf.rollout.listener import RolloutListener
-    from lrlhf.rollout.minibatches import (
-        MicroBatch,
-        micro_batch_rows,
-        plan_micro_batches,
-        trim,
-    )
+    from lrlhf.rollout.minibatches import MicroBatch, micro_batch_rows, plan_micro_batches, trim
     from lrlhf.rollout.responses import (
         Response,
         Segment,

@@ -16,13 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from lrlhf.media import MediaError, MediaProcessor
 from lrlhf.models import CausalLM, load_processor, load_tokenizer, plain_model, ruled_out_ids
 from lrlhf.models.loading.pretrained import DType
-from lrlhf.rewards.function import (
-    Completion,
-    LogExtra,
-    LogMetric,
-    RewardError,
-    check_positive,
-)
+from lrlhf.rewards.function import Completion, LogExtra, LogMetric, RewardError, check_positive
 from lrlhf.rewards.judge.comparisons import (
     JudgePrompts,
     Reply,

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lrlhf.models.token_budget import memory_of
+from lrlhf.torch_internals import multiply
 
 
 class Gradients(Protocol):
@@ -65,10 +66,9 @@ class _OfParameters:
         devices: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
         for gradient in self._tensors:
             devices[gradient.device].append(gradient)
-        # on a GPU all of a device's at once
         for device, gradients in devices.items():
             here = factor.to(device) if isinstance(factor, Tensor) else factor
-            torch._foreach_mul_(gradients, here)
+            multiply(gradients, here)
 
     def drop(self) -> None:
         for parameter in self._parameters:

@@ -22,12 +22,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
     ModelParallelStrategy,
     ParallelStrategy,
+    Strategy,
 )
 from lightning.pytorch.strategies.launchers import (
     _MultiProcessingLauncher,
@@ -190,6 +192,12 @@ def process_group_timeout(trainer: L.Trainer) -> timedelta:
     return default_pg_timeout
 
 
+def timeout_of(strategy: Strategy) -> timedelta | None:
+    """Return how long ranks wait for each other; None: as long as torch lets them."""
+    timeout: timedelta | None = getattr(strategy, "_timeout", None)
+    return timeout
+
+
 # ---------------------------------------------------------------- strategies, modules, optimizers
 
 
@@ -208,6 +216,12 @@ def start_processes_by(strategy: ParallelStrategy, method: str) -> None:
     strategy._start_method = method  # type: ignore[attr-defined]
 
 
+def start_method_of(strategy: object) -> str | None:
+    """Return how a strategy starts its processes; None: it has no choice."""
+    method: str | None = getattr(strategy, "_start_method", None)
+    return method
+
+
 def join_deepspeed(strategy: DeepSpeedStrategy) -> None:
     """Have DeepSpeed connect the processes, which it does on CPUs too."""
     strategy._init_deepspeed_distributed()
@@ -221,9 +235,16 @@ def trainer_of(module: L.LightningModule) -> L.Trainer | None:
 def set_hyperparameters(module: L.LightningModule, arguments: Mapping[str, Any]) -> None:
     """Have checkpoints and loggers know a module's arguments; on the command line, its config."""
     given = _given_hyperparameters.get()
-    module._set_hparams(dict(arguments if given is None else given))
-    module._hparams_initial = copy.deepcopy(module.hparams)  # type: ignore[assignment]
+    replace_hyperparameters(module, dict(arguments if given is None else given))
     module._log_hyperparams = True
+
+
+def replace_hyperparameters(
+    part: L.LightningModule | L.LightningDataModule, hyperparameters: dict[str, Any]
+) -> None:
+    """Replace what checkpoints and loggers get of a module or a data module."""
+    part._set_hparams(hyperparameters)
+    part._hparams_initial = copy.deepcopy(part.hparams)  # type: ignore[union-attr]
 
 
 def log_hyperparameters_once(trainer: L.Trainer) -> None:
@@ -270,6 +291,16 @@ class Commands(LightningCLI):
 
     def _parse_ckpt_path(self) -> None:
         """Leave the config as it is: Lightning would let what a checkpoint stores overrule it."""
+
+
+def open_writer(logger: TensorBoardLogger) -> Any:
+    """Return the writer of a TensorBoard log; None: it has none yet, or no more."""
+    return logger._experiment
+
+
+def forget_writer(logger: TensorBoardLogger) -> None:
+    """Have a TensorBoard log open another writer for its next event."""
+    logger._experiment = None
 
 
 def shows_training(bar: TQDMProgressBar) -> bool:

@@ -22,6 +22,7 @@ from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from lrlhf.run.checkpoints.checkpoint_reader import NotACheckpointError
+from lrlhf.torch_internals import counts_steps_alone, set_steps, steps_of
 
 # ---------------------------------------------------------------- what a step is
 
@@ -201,12 +202,13 @@ def _schedules_at(
     """
     for config, state in zip(trainer.lr_scheduler_configs, stored, strict=False):
         scheduler: Any = config.scheduler
-        if not _counts_steps_alone(scheduler):
+        if not counts_steps_alone(scheduler):
             continue
-        steps = _steps_of(state)
+        steps = steps_of(state)
         if type(scheduler) is lr_scheduler.LambdaLR and steps:
             # the one kind that is sure not to need the steps between
-            scheduler.last_epoch, scheduler._step_count, steps = steps - 1, steps, 1
+            set_steps(scheduler, steps)
+            steps = 1
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler")
             for _ in range(steps):
@@ -217,19 +219,3 @@ def _schedules_at(
             for group in scheduler.optimizer.param_groups
         ]
         yield scheduler, *copy.deepcopy((scheduler.state_dict(), groups))
-
-
-def _counts_steps_alone(scheduler: Any) -> bool:
-    """Whether a schedule is one of PyTorch's that depend on nothing but the number of steps."""
-    kind = type(scheduler)
-    inner = vars(scheduler).get("_schedulers", ())
-    return (
-        kind.__module__ == lr_scheduler.__name__
-        and kind is not lr_scheduler.ReduceLROnPlateau
-        and all(map(_counts_steps_alone, inner))
-    )
-
-
-def _steps_of(state: Mapping[str, Any]) -> int:
-    # a chain of schedules counts none itself
-    return int(state["last_epoch"] if "last_epoch" in state else _steps_of(state["_schedulers"][0]))

@@ -97,13 +97,11 @@ class TrainedEngine:
         It is what DeepSpeed does in the forward pass of its own wrapper, which nobody calls here.
         Without it ZeRO-3 would let each micro-batch overwrite the gradients of the last.
         """
-        self.zero.clear_backward_seen_flag()
-        self.engine._backward_prologue()
+        zero.begin_backward(self.engine)
 
     def end_backward(self) -> None:
         """Leave a backward pass; one that reached the model has left by itself."""
-        if self.zero._hooks_fired_this_backward == 0:
-            self.zero.exit_backward()
+        zero.end_backward(self.zero)
 
     # ------------------------------------------------------------------ gradients
 
@@ -114,12 +112,7 @@ class TrainedEngine:
         if self.stage == 2:
             self.zero.finalize_gradient_accumulation_boundary()
             return
-        self.engine._running_engine_step = True  # the time at which ZeRO-1 averages
-        try:
-            self.zero.setup_buckets()
-            self.engine.allreduce_gradients()
-        finally:
-            self.engine._running_engine_step = False
+        zero.average_gradients(self.engine)
 
     def norm(self) -> Tensor:
         norms = [torch.linalg.vector_norm(part, dtype=torch.float32) for part in self._gradients()]
@@ -151,7 +144,7 @@ class TrainedEngine:
         if not self._dropped:
             if self.stage == 3:
                 self.zero.finalize_gradient_accumulation_boundary()
-            self.engine._take_model_step(None)
+            zero.take_step(self.engine)
         self._forget_gradients()
         self._dropped = False
 
@@ -162,13 +155,12 @@ class TrainedEngine:
             self.zero.averaged_gradients = {}
             # what no micro-batch of the next step reaches must not have the gradient of this one
             self.zero.grad_partitions_flat_buffer.zero_()
-            self.zero._offload_boundary_param_ids = set()
         else:
             for index in range(len(self.groups)):
                 self.zero.averaged_gradients[index] = None
                 self.zero.all_grad_tensors[index] = None
             self.zero.micro_step_id = -1
-            self.zero._offload_accumulated_param_ids = set()
+        zero.forget_offloaded(self.zero, self.stage)
         if self.offloads:
             self.zero.reset_cpu_buffers()
             for flat in self._flats():
@@ -190,7 +182,7 @@ class TrainedEngine:
             return Place(self.zero.fp32_partitioned_groups_flat[index], offset, start, length)
         # the others put a group's parameters in a row and cut that
         flat = self.zero.single_partition_of_fp32_groups[self.group_of[id(weight)]]
-        share = weight._hp_mapping
+        share = zero.fragment_of(weight)
         if share is None:
             return Place(flat, 0, 0, 0)
         here, there = share.hp_fragment_address, share.lp_fragment_address

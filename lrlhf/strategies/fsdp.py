@@ -31,6 +31,7 @@ from lrlhf.models import ValueHead, media_modules
 from lrlhf.models.heads import RewardHead
 from lrlhf.models.loading.deferred_weights import read, reading
 from lrlhf.models.sharding import load_state, make_whole, reshard
+from lrlhf.models.transformers_internals import block_names
 from lrlhf.run.checkpoints.sharded_checkpoint import (
     FolderCheckpoints,
     load_optimizer_state,
@@ -320,7 +321,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     kept_whole: set[nn.Module] = set()
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
-            names |= set(part._no_split_modules or ())
+            names |= block_names(part)
             kept_whole |= {inner for seeing in media_modules(part) for inner in seeing.modules()}
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()

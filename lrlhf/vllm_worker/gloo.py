@@ -13,12 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import (  # type: ignore[attr-defined]  # documented to be there
-    BroadcastOptions,
-    PrefixStore,
-    ProcessGroupGloo,
-    TCPStore,
-)
+from torch.distributed import BroadcastOptions, PrefixStore, TCPStore  # type: ignore[attr-defined]  # documented to be there
+
+from lrlhf.torch_internals import gloo_group
 
 BUCKET = 2**24
 """Bytes of a bucket; a larger tensor is sent alone. Memory of twice that size and more is returned
@@ -44,13 +41,11 @@ class GlooGroup:
     def __init__(
         self, store: TCPStore, *, host: str, token: str, rank: int, size: int, timeout: float
     ) -> None:
-        gloo: Any = ProcessGroupGloo  # incompletely declared by PyTorch
-        options = gloo._Options()
-        options._timeout = timedelta(seconds=timeout)
         address = host if rank == 0 else _own_address(host, store.port)
-        options._devices = [gloo.create_device(hostname=address)]
         self._store = PrefixStore(token, store)
-        self._group: Any = gloo(self._store, rank, size, options)
+        self._group: Any = gloo_group(
+            self._store, rank, size, hostname=address, timeout=timedelta(seconds=timeout)
+        )
         self._work: Any = None
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> None:

@@ -160,6 +160,6 @@ def _repack(model: nn.Module) -> None:
     module: Any
     for module in model.modules():
         # not `module.weight`: a layer with adapters returns those of its base layer
-        weight = module._parameters.get("weight")
+        weight = dict(module.named_parameters(recurse=False)).get("weight")
         if isinstance(weight, Tensor) and weight.numel() > 0 and hasattr(module, "cpu_linear"):
             module.quant_method.process_weights_after_loading(module)

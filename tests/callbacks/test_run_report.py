@@ -6,14 +6,7 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger
 from matplotlib import image
 
-from lrlhf.callbacks import (
-    EvalJSONL,
-    HFExport,
-    PhaseProgress,
-    RLCheckpoint,
-    RolloutLog,
-    RunReport,
-)
+from lrlhf.callbacks import EvalJSONL, HFExport, PhaseProgress, RLCheckpoint, RolloutLog, RunReport
 from lrlhf.callbacks.reports import curves
 from lrlhf.callbacks.reports.curves import Curve, draw_curve, draw_panels, moving_average
 from tests.callbacks.fakes import ToyPolicy, batches, trainer

@@ -16,13 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lrlhf.callbacks import EMA, VLLMWeightSync
 from lrlhf.modules import RLOO, OptimizerConfig, Reference
 from lrlhf.rewards import Rewards
-from lrlhf.rollout import (
-    ProbeGap,
-    RolloutEngine,
-    Sampling,
-    TransformersEngine,
-    WeightSyncError,
-)
+from lrlhf.rollout import ProbeGap, RolloutEngine, Sampling, TransformersEngine, WeightSyncError
 from tests.modules.policy_runs import Watcher, fit, letters
 from tests.modules.test_policy_objective import random_experience
 from tests.rollout.copy_engine import CopyEngine, Draw

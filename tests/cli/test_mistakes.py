@@ -57,6 +57,7 @@ def test_a_mistake_is_answered_before_weights_are_loaded(
     "mistake", [pytest.param(one, id=one.name) for one in MISTAKES if TABLE["program_of"](one)]
 )
 def test_python_gets_the_sentence_of_the_command_line(folder: Path, mistake: Any) -> None:
+    TABLE["arguments_of"](mistake, folder)  # some mistakes are about this file
     program = TABLE["program_of"](mistake)
     with pytest.raises(Exception) as raised:  # noqa: PT011  its kind is looked at below
         exec(program, {})

@@ -15,12 +15,7 @@ import pytest
 import soundfile
 from convert_media_pairs import main
 
-from lrlhf.datamodules import (
-    BadDataError,
-    MemorySource,
-    PreferenceDataModule,
-    PromptDataModule,
-)
+from lrlhf.datamodules import BadDataError, MemorySource, PreferenceDataModule, PromptDataModule
 from lrlhf.media import MediaOptions
 from lrlhf.types import Media, SequenceBatch
 from tests.datamodules.conftest import WriteRows

@@ -13,12 +13,7 @@ from lrlhf.modules import RLOO, OptimizerConfig, RewardModel
 from lrlhf.rollout import RolloutListener
 from lrlhf.run.checkpoints.checkpoint_reader import read_checkpoint
 from lrlhf.strategies import FSDP2, DeepSpeed
-from tests.distributed.strategy_runs import (
-    MODULES,
-    SaveAtEnd,
-    data_of,
-    through_an_engine,
-)
+from tests.distributed.strategy_runs import MODULES, SaveAtEnd, data_of, through_an_engine
 from tests.rollout.copy_engine import CopyEngine
 from tests.rollout.flight_engine import FlightEngine
 

@@ -9,11 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    PreTrainedModel,
-)
+from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 from lrlhf.models import (
     HeadConfig,

@@ -21,14 +21,7 @@ from lrlhf.models.media_inputs import media_modules
 from lrlhf.models.scorers import HeadedBackbone
 from lrlhf.rollout import Sampling, TransformersEngine
 from lrlhf.types import Rollout
-from tests.hearing import (
-    build_hearing,
-    plain_logprobs,
-    row,
-    rows_of,
-    save_hearing,
-    tone,
-)
+from tests.hearing import build_hearing, plain_logprobs, row, rows_of, save_hearing, tone
 from tests.vlms import Row, Vlm, batch_of, prompts_of, sharing_media
 
 

@@ -8,13 +8,7 @@ import torch
 from peft import PeftModel
 from torch import nn
 from torch.testing import assert_close
-from transformers import (
-    BertConfig,
-    BertModel,
-    GPT2Config,
-    GPT2LMHeadModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerBase
 
 from lrlhf.models import CausalLM, LoRA, ScoreModel, check_mergeable, save_model, sequence_logprobs
 from lrlhf.models.loading.meta import skeleton

@@ -22,16 +22,7 @@ from lrlhf.datamodules import (
 from lrlhf.media import Audio
 from lrlhf.models import CausalLM, HeadConfig, LoRA, RewardNetwork, sequence_logprobs
 from lrlhf.models.scorers import HeadedBackbone
-from lrlhf.modules import (
-    DPO,
-    PPO,
-    RLOO,
-    SFT,
-    Critic,
-    OptimizerConfig,
-    RewardModel,
-    Update,
-)
+from lrlhf.modules import DPO, PPO, RLOO, SFT, Critic, OptimizerConfig, RewardModel, Update
 from lrlhf.modules.checks import refuse_idle_encoder
 from lrlhf.rewards import LearnedReward, RemoteReward, Rewards
 from lrlhf.rewards.function import RewardError

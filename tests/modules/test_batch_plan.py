@@ -9,13 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.table import Table
 
-from lrlhf.modules.policy.iteration import (
-    BatchPlan,
-    Quantity,
-    plain_text,
-    plan_batches,
-    table_of,
-)
+from lrlhf.modules.policy.iteration import BatchPlan, Quantity, plain_text, plan_batches, table_of
 from tests.faults.fuzz_settings import fuzzing
 
 

@@ -15,27 +15,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lrlhf.datamodules import PromptDataModule
 from lrlhf.models import CausalLM, LoRA
 from lrlhf.models.loading.deferred_weights import is_deferred, reading
-from lrlhf.modules import (
-    PPO,
-    RLOO,
-    Advantage,
-    OptimizerConfig,
-    Reference,
-    Update,
-)
+from lrlhf.modules import PPO, RLOO, Advantage, OptimizerConfig, Reference, Update
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Sampling
 from lrlhf.types import Experience
 from tests.conftest import build_language_model
-from tests.modules.policy_runs import (
-    SkewedEngine,
-    assert_same,
-    fit,
-    letters,
-    moved,
-    sgd,
-    weights,
-)
+from tests.modules.policy_runs import SkewedEngine, assert_same, fit, letters, moved, sgd, weights
 from tests.modules.test_rollout_queue import SaveAfter
 
 TEMPERATURE = 0.8

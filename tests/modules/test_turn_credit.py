@@ -16,12 +16,7 @@ from lrlhf.modules.policy.experience import (
 )
 from lrlhf.types import Experience
 from tests.modules.policy_runs import one_process
-from tests.modules.test_policy_objective import (
-    assembled,
-    loss_of,
-    random_experience,
-    rollout_of,
-)
+from tests.modules.test_policy_objective import assembled, loss_of, random_experience, rollout_of
 
 NAN = float("nan")
 # two responses: turns of two and two tokens, with a token of the environment between, and of two

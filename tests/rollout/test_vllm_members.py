@@ -300,8 +300,10 @@ def test_as_many_connections_as_may_be_are_allowed(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits: list[tuple[int, int]] = []
-    monkeypatch.setattr("lrlhf.open_files.resource.getrlimit", lambda _: (1024, 4096))
-    monkeypatch.setattr("lrlhf.open_files.resource.setrlimit", lambda _, both: limits.append(both))
+    monkeypatch.setattr(f"{LIVES}.server_engine.resource.getrlimit", lambda _: (1024, 4096))
+    monkeypatch.setattr(
+        f"{LIVES}.server_engine.resource.setrlimit", lambda _, both: limits.append(both)
+    )
     engine.close()
     engine.push(1)
     assert limits == [(4096, 4096)]

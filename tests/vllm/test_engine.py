@@ -9,11 +9,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lrlhf.rollout import (
-    EngineFailure,
-    Sampling,
-    VLLMEngine,
-)
+from lrlhf.rollout import EngineFailure, Sampling, VLLMEngine
 from tests.vllm.models import (
     LONG,
     assert_pushes_arrive,

@@ -34,14 +34,7 @@ from lrlhf.rollout.engines.synced_engine import Request
 from lrlhf.types import PromptBatch, Rollout
 from tests.modules.policy_runs import Watcher, assert_same, fit, letters, sgd, weights
 from tests.rollout.test_episodes import play, prompt_batch
-from tests.vllm.models import (
-    LONG,
-    build_policy,
-    client_of,
-    largest_gap,
-    new_server,
-    signal_server,
-)
+from tests.vllm.models import LONG, build_policy, client_of, largest_gap, new_server, signal_server
 
 OPTIONS: dict[str, Any] = {"num_generations": 3, "max_turn_tokens": 9}
 SAMPLING = Sampling(max_new_tokens=60, temperature=0.8, stop=tuple(ascii_lowercase))

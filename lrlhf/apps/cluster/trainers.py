@@ -15,13 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from lrlhf.apps.cluster.connection import (
-    ADDRESS,
-    ENVIRONMENT,
-    NO_GPUS,
-    free_place,
-    import_ray,
-)
+from lrlhf.apps.cluster.connection import ADDRESS, ENVIRONMENT, NO_GPUS, free_place, import_ray
 from lrlhf.apps.cluster.guarded_program import GuardedProgram
 from lrlhf.apps.cluster.settings import Cluster
 from lrlhf.cli.command_table import LAUNCHED

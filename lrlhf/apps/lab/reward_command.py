@@ -70,11 +70,7 @@ def run_rewards(config: Namespace, build: Callable[[], Rewards]) -> None:
     """
     # not at the top: they bring torch
     from lrlhf.apps.lab.reward_lab.given import given_responses  # noqa: PLC0415
-    from lrlhf.apps.lab.reward_lab.scoring import (  # noqa: PLC0415
-        reads_media,
-        score_responses,
-        with_times,
-    )
+    from lrlhf.apps.lab.reward_lab.scoring import reads_media, score_responses, with_times  # noqa: PLC0415
     from lrlhf.cli.checks.mistake import MistakeError  # noqa: PLC0415
     from lrlhf.cli.checks.models import check_models  # noqa: PLC0415
     from lrlhf.cli.config_entries import is_ours, options_of  # noqa: PLC0415

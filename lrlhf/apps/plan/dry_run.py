@@ -12,13 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedModel
 
 from lrlhf.models.packed.packing import Tree, known_trees
+from lrlhf.torch_internals import FakeTensorMode, TorchDispatchMode, is_cast, tree_leaves
 from lrlhf.types import SequenceBatch
 
 ON_HOST = "host"
@@ -64,7 +62,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         selected: int = 0,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._known = {id(tensor.untyped_storage()) for tensor in known}
         self._vocabulary, self._selected = vocabulary, selected
         self._live: dict[int, tuple[weakref.ref[Any], str, int]] = {}
         self._now: Counter[str] = Counter()
@@ -78,7 +76,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def move(self, tensor: Tensor, column: str) -> None:
         """Count a tensor in another column from now on."""
-        key = tensor.untyped_storage()._cdata
+        key = id(tensor.untyped_storage())
         if key in self._live:
             reference, before, size = self._live[key]
             self._now[before] -= size
@@ -97,14 +95,14 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if result is None:
             result = func(*args, **(kwargs or {}))
         # autocast keeps its copies of weights until the backward pass
-        copied = func is torch.ops.aten._to_copy.default and self._is_weight(args[0])
+        copied = is_cast(func) and self._is_weight(args[0])
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._count(leaf, "parameters" if copied else None)
         return result
 
     def _is_weight(self, tensor: Tensor) -> bool:
-        return tensor.is_floating_point() and tensor.untyped_storage()._cdata in self._known
+        return tensor.is_floating_point() and id(tensor.untyped_storage()) in self._known
 
     def _selection(self, func: Any, args: tuple[Any, ...]) -> Tensor | None:
         """Answer what depends on how many entries of a mask are True."""
@@ -122,7 +120,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, tensor: Tensor, column: str | None) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = id(storage)
         if key in self._live or key in self._known:
             return
         if column is None:
@@ -295,24 +293,23 @@ class DryRun:
     @contextlib.contextmanager
     def _weights(self, model: nn.Module) -> Iterator[None]:
         """Give a model of the meta device fake weights on the CPU; tied ones stay tied."""
-        skeleton: list[tuple[Any, str, Tensor]] = [
-            (tensors, name, tensor)
+        skeleton: list[tuple[nn.Module, str, Tensor]] = [
+            (module, name, tensor)
             for module in model.modules()
-            for tensors in (module._parameters, module._buffers)
-            for name, tensor in tensors.items()
-            if tensor is not None
+            for tensors in (module.named_parameters, module.named_buffers)
+            for name, tensor in tensors(recurse=False, remove_duplicate=False)
         ]
         weights: dict[int, Tensor] = {}
         with _errors_said_once(), FakeTensorMode(allow_non_fake_inputs=True):
-            for tensors, name, tensor in skeleton:
+            for module, name, tensor in skeleton:
                 if id(tensor) not in weights:
                     weights[id(tensor)] = self._fake(tensor)
-                tensors[name] = weights[id(tensor)]
+                setattr(module, name, weights[id(tensor)])
             try:
                 yield
             finally:
-                for tensors, name, tensor in skeleton:
-                    tensors[name] = tensor
+                for module, name, tensor in skeleton:
+                    setattr(module, name, tensor)
 
     def _fake(self, tensor: Tensor) -> Tensor:
         casts = self.casts_weights and tensor.is_floating_point()
@@ -336,7 +333,7 @@ class DryRun:
 @contextlib.contextmanager
 def _errors_said_once() -> Iterator[None]:
     """Keep torch from logging the traceback of an error that it raises as well."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger = logging.getLogger(FakeTensorMode.__module__)
     before = logger.level
     logger.setLevel(logging.CRITICAL)
     try:

@@ -40,14 +40,7 @@ from lrlhf.apps.serve.score_request import (
 )
 from lrlhf.rewards import RewardFunction
 from lrlhf.rewards.learned import TextMarks
-from lrlhf.web import (
-    Body,
-    RefusedRequestError,
-    check_headers,
-    log_defect,
-    malformed,
-    parse_json,
-)
+from lrlhf.web import Body, RefusedRequestError, check_headers, log_defect, malformed, parse_json
 
 _JPEG = b"\xff\xd8\xff"
 

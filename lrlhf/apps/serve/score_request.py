@@ -16,11 +16,7 @@ from PIL import Image
 
 from lrlhf.media import MediaError, MediaOptions, Video, read_image, read_video
 from lrlhf.media.decode import ANIMATIONS, animation_of, explained, open_image
-from lrlhf.rewards.function import (
-    RESERVED,
-    Completion,
-    with_segments,
-)
+from lrlhf.rewards.function import RESERVED, Completion, with_segments
 from lrlhf.types import Message, Prompt
 from lrlhf.web import RefusedRequestError, malformed
 

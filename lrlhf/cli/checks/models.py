@@ -10,12 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from transformers import (
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from lrlhf.cli.checks.mistake import MistakeError
 from lrlhf.cli.config_entries import class_of, is_a, is_ours, options_of, spec_of

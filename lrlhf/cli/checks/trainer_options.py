@@ -2,91 +2,48 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import netrc
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from configparser import ConfigParser
 from configparser import Error as ConfigParserError
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
-from lightning.pytorch.strategies import StrategyRegistry
 
-import lrlhf.strategies  # noqa: F401  their names are known once they are imported
 from lrlhf.callbacks.hub import HubRepo
 from lrlhf.cli.checks.mistake import MistakeError
 from lrlhf.cli.config_entries import is_a, options_of
 from lrlhf.cli.run_sizes import has_batch_plan, processes
 from lrlhf.modules.base import TrainingModule
 from lrlhf.run.run_folder import refuse_remote
-
-_SPLITS_ONE_MODEL = {
-    "fsdp": "fsdp2",
-    "deepspeed": "deepspeed_zero2",
-    **{f"deepspeed_stage_{stage}": f"deepspeed_zero{stage}" for stage in (1, 2, 3)},
-}
-"""Lightning's ways to split a module, and ours."""
-_STRATEGIES = (
-    "auto",
-    "ddp",
-    "ddp_find_unused_parameters_true",
-    "fsdp2",
-    "deepspeed_zero1",
-    "deepspeed_zero2",
-    "deepspeed_zero3",
+from lrlhf.trainer_options import (
+    REPLACED,
+    refuse_accelerator,
+    refuse_folder,
+    refuse_replaced,
+    refuse_strategy,
 )
-"""What a message lists; Lightning has more."""
-_REPLACED = {
-    "accumulate_grad_batches": (
-        "model.update.micro_batch_tokens, which bounds the tokens of one forward and backward pass "
-        "and changes nothing else; data.batch_size and model.num_generations set the batch"
-    ),
-    "gradient_clip_val": "model.update.max_grad_norm",
-}
-"""What a module that takes its optimizer steps itself has in the place of the trainer's option."""
 
 
 def check_strategy(trainer: Mapping[str, Any]) -> None:
     """Refuse a strategy that does not exist, or that does not know of several models."""
-    strategy = trainer["strategy"]
-    if not isinstance(strategy, str):
-        return
-    name = strategy.removesuffix("_cpu_offload").removesuffix("_offload")
-    if name in _SPLITS_ONE_MODEL:
-        raise MistakeError(
-            ("trainer", "strategy"),
-            f"{strategy} splits a module as one model with one optimizer; take "
-            f"{_SPLITS_ONE_MODEL[name]}, which splits each trained model by itself "
-            "(docs/distributed.md)",
-        )
-    if strategy == "auto" or strategy in StrategyRegistry.available_strategies():
-        return
-    near = [one for one in _STRATEGIES if strategy.lower() in one]
-    near = near or difflib.get_close_matches(strategy, _STRATEGIES, n=1)
-    meant = f"; did you mean '{near[0]}'?" if near else ""
-    raise MistakeError(
-        ("trainer", "strategy"),
-        f"there is no strategy '{strategy}'{meant} (there are {', '.join(_STRATEGIES)})",
-    )
+    _as_mistake("strategy", refuse_strategy, trainer["strategy"])
 
 
 def check_accelerator(trainer: Mapping[str, Any]) -> None:
     """Refuse a GPU that is not there."""
-    name = trainer["accelerator"]
-    has_mps = name == "gpu" and torch.backends.mps.is_available()
-    if not isinstance(name, str):
-        return  # a class of the user's
-    if name in {"gpu", "cuda"} and not torch.cuda.is_available() and not has_mps:
-        raise MistakeError(
-            ("trainer", "accelerator"),
-            f"{name} is asked for, and torch finds none on this machine (torch "
-            f"{torch.__version__}); take cpu or auto, or install a torch for its GPU",
-        )
+    _as_mistake("accelerator", refuse_accelerator, trainer["accelerator"])
+
+
+def _as_mistake(option: str, refuse: Callable[..., None], *values: Any) -> None:
+    try:
+        refuse(*values)
+    except ValueError as error:
+        raise MistakeError(("trainer", option), str(error)) from error
 
 
 def check_devices(trainer: Mapping[str, Any]) -> None:
@@ -131,17 +88,9 @@ def check_replaced(trainer: Mapping[str, Any], model: Any) -> None:
     """Refuse options that a module has others for, which Lightning would not apply to it."""
     if not (is_a(model, TrainingModule) and has_batch_plan(options_of(model))):
         return
-    given = {
-        "accumulate_grad_batches": trainer["accumulate_grad_batches"] != 1,
-        "gradient_clip_val": trainer["gradient_clip_val"] is not None,
-    }
-    for name, is_given in given.items():
-        if is_given:
-            module = str(model["class_path"]).rpartition(".")[2]
-            raise MistakeError(
-                ("trainer", name),
-                f"{module} takes its optimizer steps itself; set {_REPLACED[name]}",
-            )
+    name = str(model["class_path"]).rpartition(".")[2]
+    for option in REPLACED:
+        _as_mistake(option, refuse_replaced, name, option, trainer[option])
 
 
 def check_loggers(trainer: Mapping[str, Any]) -> None:
@@ -243,36 +192,19 @@ _FOLDER_OPTIONS = ("dirpath", "save_dir", "root_dir")
 def check_folders(trainer: Mapping[str, Any]) -> None:
     """Refuse a folder that cannot be made or written, by the option that names it."""
     if (root := trainer["default_root_dir"]) is not None:
-        try:
-            refuse_remote(root)
-        except ValueError as error:
-            raise MistakeError(("trainer", "default_root_dir"), str(error)) from error
+        _as_mistake("default_root_dir", refuse_remote, root)
+        _as_mistake("default_root_dir", refuse_folder, root)
     for key, folder in _folders(trainer):
-        if "://" in folder:
-            continue
-        if problem := _what_prevents_writing(Path(folder).expanduser()):
-            raise MistakeError(key, f"{folder} cannot be written: {problem}", value=folder)
+        try:
+            refuse_folder(folder)
+        except ValueError as error:
+            raise MistakeError(key, str(error), value=folder) from error
 
 
 def _folders(trainer: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
-    if (root := trainer["default_root_dir"]) is not None:
-        yield ("trainer", "default_root_dir"), str(root)
     for section in ("callbacks", "logger"):
         for entry in entries_of(trainer[section]):
             options = options_of(entry)
             for name in _FOLDER_OPTIONS:
                 if isinstance(folder := options.get(name), str | Path):
                     yield ("trainer", section), str(folder)
-
-
-def _what_prevents_writing(folder: Path) -> str:
-    """Say what is in the way; nothing: the folder is there, or can be made."""
-    try:
-        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    except PermissionError:
-        return "there is no permission to look into one of the folders above it"
-    if not there.is_dir():
-        return f"{there} is a file" if there != folder else "it is a file"
-    if not os.access(there, os.W_OK | os.X_OK):
-        return f"there is no permission to write in {there}"
-    return ""

@@ -13,13 +13,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from lrlhf.datamodules.loading.files import is_data_file
 from lrlhf.datamodules.loading.python_rows import is_table
-from lrlhf.datamodules.loading.sources import (
-    Data,
-    Source,
-    Weighted,
-    components_of,
-    entries_of,
-)
+from lrlhf.datamodules.loading.sources import Data, Source, Weighted, components_of, entries_of
 from lrlhf.datamodules.loading.splits import Split, Splits, hold_out
 from lrlhf.datamodules.rows.bad_rows import BadDataError
 

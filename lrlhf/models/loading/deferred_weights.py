@@ -32,11 +32,16 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
-from transformers.initialization import guard_torch_init_functions
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from lrlhf.models.sharding import own_part, reshard, within
+from lrlhf.models.transformers_internals import (
+    compute_buffers,
+    mark_initialized,
+    weight_conversions,
+)
+from lrlhf.torch_internals import local_slices
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +165,8 @@ def _note_places(model: PreTrainedModel, report: dict[str, Any], files: list[Pat
     if report["missing_keys"] or report["mismatched_keys"] or report["error_msgs"]:
         return "its weights are not all in its files"
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
-    conversions = vars(model)["_weight_conversions"]
+    conversions = weight_conversions(model)
+    assert conversions is not None
     converters = [one for one in conversions if isinstance(one, WeightConverter)]
     if not all(map(_stacks_experts, converters)):
         return "its weights are stored in another layout than it computes with"
@@ -259,17 +265,17 @@ def standing_in(model: nn.Module) -> Iterator[None]:
     buffers = [
         (module, name, buffer)
         for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and buffer.is_meta
+        for name, buffer in module.named_buffers(recurse=False)
+        if buffer.is_meta
     ]
     _replace(model, {before: one for before, (_, one) in standing.items()})
     for module, name, buffer in buffers:
-        module._buffers[name] = _standing_in(buffer)
+        setattr(module, name, _standing_in(buffer))
     try:
         yield
     finally:
         for module, name, buffer in buffers:
-            module._buffers[name] = buffer
+            setattr(module, name, buffer)
         _replace(model, _taken_back(model, standing.values()))
 
 
@@ -286,9 +292,10 @@ def _taken_back(
         weight.requires_grad_(one.requires_grad)
         deferred[id(one)] = weight
     for module in model.modules():
-        for name in vars(module).get(_PLACES, {}):
-            copied = module._parameters.get(name)
-            if copied is not None and id(copied) not in deferred:
+        parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        for name in parameters.keys() & vars(module).get(_PLACES, {}).keys():
+            copied = parameters[name]
+            if id(copied) not in deferred:
                 meta = torch.empty_like(copied, device="meta")
                 deferred[id(copied)] = nn.Parameter(meta, requires_grad=copied.requires_grad)
     return deferred
@@ -297,9 +304,9 @@ def _taken_back(
 def _replace(model: nn.Module, weights: dict[int, nn.Parameter]) -> None:
     """Put weights in the place of others, by their ids, wherever they are tied to."""
     for module in model.modules():
-        for name, weight in module._parameters.items():
+        for name, weight in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
             if id(weight) in weights:
-                module._parameters[name] = weights[id(weight)]
+                setattr(module, name, weights[id(weight)])
 
 
 # ------------------------------------------------------------------ reading
@@ -346,26 +353,23 @@ def _make_room(
         empty = torch.empty_like(weight, device=weights_on)
         room[id(weight)] = nn.Parameter(empty, requires_grad=weight.requires_grad)
         # else computing a layer's buffers would draw new weights for it
-        room[id(weight)]._is_hf_initialized = True  # type: ignore[attr-defined]
+        mark_initialized(room[id(weight)])
     _replace(model, room)
     family: dict[nn.Module, PreTrainedModel] = {}
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             family |= dict.fromkeys(part.modules(), part)
     for module in list(family):
-        missing = [name for name, one in module.named_buffers(recurse=False) if one.is_meta]
-        for name in missing:
-            module._buffers[name] = torch.empty_like(module._buffers[name], device=buffers_on)  # type: ignore[arg-type]
+        missing = [(name, one) for name, one in module.named_buffers(recurse=False) if one.is_meta]
+        for name, buffer in missing:
+            setattr(module, name, torch.empty_like(buffer, device=buffers_on))
         if missing:
-            with guard_torch_init_functions():
-                family[module]._init_weights(module)  # type: ignore[no-untyped-call]
-    model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # FSDP2 looks for its parts again
+            compute_buffers(family[module], module)
+    nn.Module.to(model)  # nowhere else, but FSDP2 looks for its parts again
 
 
 def _rows(tensor: Tensor) -> tuple[slice, ...]:
     """Return where this rank's part of a tensor begins and ends along every axis."""
-    if not isinstance(tensor, DTensor):
-        return tuple(slice(0, size) for size in tensor.shape)
-    [chunk] = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    sizes = zip(chunk.offsets, chunk.sizes, strict=True)
-    return tuple(slice(start, start + size) for start, size in sizes)
+    if isinstance(tensor, DTensor):
+        return local_slices(tensor)
+    return tuple(slice(0, size) for size in tensor.shape)

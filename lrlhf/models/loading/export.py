@@ -27,8 +27,7 @@ from transformers.core_model_loading import (
 
 from lrlhf.models.heads import is_tied, plain_model
 from lrlhf.models.sharding import class_of, has_split_weights, reshard, whole, whole_weights
-
-_CONVERSIONS = "_weight_conversions"
+from lrlhf.models.transformers_internals import set_weight_conversions, weight_conversions
 
 
 def save_model(
@@ -55,7 +54,7 @@ def save_model(
         return
     written = plain if weights is None else skeleton_of(plain)
     # what ``from_pretrained`` did to names and shapes, which is undone here
-    vars(written)[_CONVERSIONS] = _conversions_of(plain)
+    set_weight_conversions(written, _conversions_of(plain))
     written.save_pretrained(folder, state_dict=weights)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
@@ -220,7 +219,7 @@ def _dense(layer: nn.Module) -> dict[str, Tensor]:
 
 def _conversions_of(model: PreTrainedModel) -> list[Any]:
     """Return what ``from_pretrained`` does to the names and shapes of a model's weights."""
-    noted = vars(model).get(_CONVERSIONS)
+    noted = weight_conversions(model)
     if noted is None:
         # of a model that was built from its config; see `revert_weight_conversion`
         known = get_model_conversion_mapping(model, add_legacy=False)

@@ -29,11 +29,11 @@ from transformers import (
 )
 
 from lrlhf.foreign_files import TRUST_FLAG
+from lrlhf.torch_internals import READERS_OF_PICKLES
 
 _logger = logging.getLogger(__name__)
 
 _PACKAGE_PREFIX = "package:"
-_READERS_OF_PICKLES = ("torch.serialization", "torch._weights_only_unpickler", "pickle")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _GGUF_LAYOUT = b"1"
 """Part of the names of converted folders: raise it when the conversion writes something else."""
@@ -134,7 +134,7 @@ def explained(source: str) -> Iterator[None]:
 def _is_of_pickle(error: Exception) -> bool:
     """Whether what reads pickled weights has raised an error: garbage makes it raise any."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return frames[-1].f_globals.get("__name__") in _READERS_OF_PICKLES
+    return frames[-1].f_globals.get("__name__") in READERS_OF_PICKLES
 
 
 @functools.cache

@@ -42,12 +42,7 @@ from lrlhf.arguments import brief
 from lrlhf.models.backbone import allow_packing, keep_attention
 from lrlhf.models.experts import has_experts
 from lrlhf.models.heads import body_of, check_output_head
-from lrlhf.models.loading.adapters import (
-    LoRA,
-    add_adapters,
-    stored_adapters,
-    warn_of_unknown_words,
-)
+from lrlhf.models.loading.adapters import LoRA, add_adapters, stored_adapters, warn_of_unknown_words
 from lrlhf.models.loading.deferred_weights import build_deferred
 from lrlhf.models.loading.export import check_mergeable
 from lrlhf.models.loading.model_sources import (
@@ -110,10 +105,16 @@ def clear_dropout(config: PreTrainedConfig) -> None:
             setattr(config, name, 0.0)
 
 
+_DROPOUT = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
+
+
 def silence_dropout(model: nn.Module) -> None:
     """Set the probability of every dropout layer to 0."""
     for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, _DROPOUT):
             module.p = 0.0
 
 
@@ -449,7 +450,7 @@ def _unlike_linear(model: nn.Module) -> Iterator[str]:
         if own and isinstance(module, nn.Linear) and not _maps_vectors(module):
             yield name
         # a state space reads these weights, or its kernel does, and never calls the layers
-        if {"A_log", "D"} <= module._parameters.keys():
+        if {"A_log", "D"} <= dict(module.named_parameters(recurse=False)).keys():
             yield from (f"{name}.{part}" for part in ("dt_proj", "out_proj"))
 
 

@@ -33,11 +33,7 @@ from lrlhf.models.heads import HeadConfig, plain_model
 from lrlhf.models.loading.deferred_weights import stored_tensor
 from lrlhf.models.loading.export import merged_state_dict, save_model, skeleton_of
 from lrlhf.models.loading.model_sources import explained, load_config, resolve_source
-from lrlhf.models.loading.pretrained import (
-    PretrainedSpec,
-    finish_for_training,
-    load_pretrained,
-)
+from lrlhf.models.loading.pretrained import PretrainedSpec, finish_for_training, load_pretrained
 from lrlhf.models.scorers import HeadedBackbone, Scorer, StockClassifier
 
 logger = logging.getLogger(__name__)

@@ -33,6 +33,7 @@ from lrlhf.models.loading.model_sources import (
     warn_of_remote_code,
 )
 from lrlhf.models.media_inputs import placeholder_ids
+from lrlhf.models.transformers_internals import before_splitting, set_backend
 
 logger = logging.getLogger(__name__)
 
@@ -384,16 +385,14 @@ def _pattern_of_answers(
 def _splitting(tokenizer: PreTrainedTokenizerBase, known: _Known) -> PreTrainedTokenizerBase:
     """Return a copy that finds the special tokens that are whole, and reads over separators."""
     splitting = copy.copy(tokenizer)
-    inner: Any = splitting
     if not tokenizer.is_fast:
-        cut = inner._tokenize
-        inner._tokenize = lambda text, **options: cut(unsplit(text), **options)
+        before_splitting(splitting, unsplit)
         return splitting
     whole: Any = tokenizer
-    inner._tokenizer = _over_separators(whole.backend_tokenizer, between_words=False)
+    set_backend(splitting, _over_separators(whole.backend_tokenizer, between_words=False))
     if _finds_special(splitting, _pattern(tokenizer, known)):
         # Unigram and word-level models know special tokens as words too
-        inner._tokenizer = _over_separators(whole.backend_tokenizer, between_words=True)
+        set_backend(splitting, _over_separators(whole.backend_tokenizer, between_words=True))
     return splitting
 
 

@@ -38,6 +38,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lrlhf.models.modes import in_trial
 from lrlhf.models.packed.packing import BLOCK, Segments, depth_first_order
+from lrlhf.models.transformers_internals import set_attention
 
 logger = logging.getLogger(__name__)
 
@@ -205,10 +206,10 @@ class FlashAttention:
             window = options.get("sliding_window")
             mask = _whole_mask(attention_mask, query.shape[2], key.shape[2], window)
             return sdpa_attention_forward(module, query, key, value, mask, **options)
-        settings = {**vars(module.config), "_attn_implementation": self._kernel}
-        # it looks the kernel up by the name in the layer's config
+        config = SimpleNamespace(**vars(module.config))
+        set_attention(config, self._kernel)  # by this name the kernel is looked up
         layer = SimpleNamespace(
-            config=SimpleNamespace(**settings),
+            config=config,
             is_causal=getattr(module, "is_causal", True),
             layer_idx=getattr(module, "layer_idx", None),
             modules=module.modules,

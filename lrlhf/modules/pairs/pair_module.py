@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
+from lrlhf.datamodules.core import set_names
 from lrlhf.datamodules.preferences import PreferenceDataModule
 from lrlhf.guard import Anomaly, Guard, ReplayedStep, StepBundle
 from lrlhf.guard.anomalies import refuse_policy_limits
@@ -42,7 +43,6 @@ from lrlhf.modules.pairs.pair_step import (
     score_records,
     step_records,
 )
-from lrlhf.modules.validation_sets import set_names
 from lrlhf.run import Collectives, gradients_of, seed_everything_for
 from lrlhf.run.lightning_internals import data_in_use, trainer_of
 from lrlhf.types import PreferenceBatch

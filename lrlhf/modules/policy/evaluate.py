@@ -12,11 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lrlhf.functional.names import unknown_name
-from lrlhf.modules.metrics.measurement import (
-    Measurement,
-    measured_mean,
-    measured_share,
-)
+from lrlhf.modules.metrics.measurement import Measurement, measured_mean, measured_share
 from lrlhf.modules.policy.iteration import Iteration
 from lrlhf.modules.policy.sample import Sampler
 from lrlhf.modules.policy.settings import PolicySettings

@@ -19,12 +19,7 @@ from lrlhf.rewards.function import (
     completion_text,
     outside_thoughts,
 )
-from lrlhf.rewards.functions.one_by_one import (
-    TextPattern,
-    UnjudgedError,
-    scores_one_by_one,
-    shared,
-)
+from lrlhf.rewards.functions.one_by_one import TextPattern, UnjudgedError, scores_one_by_one, shared
 from lrlhf.rewards.reward_values import shorten
 
 logger = logging.getLogger(__name__)

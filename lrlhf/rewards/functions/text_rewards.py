@@ -6,12 +6,7 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from lrlhf.rewards.function import (
-    Completion,
-    RewardFunction,
-    column_of,
-    completion_text,
-)
+from lrlhf.rewards.function import Completion, RewardFunction, column_of, completion_text
 from lrlhf.rewards.functions.one_by_one import TextPattern, extracted, scores_one_by_one
 
 _EDGES = " \t\n\r.,;:!?\"'`"

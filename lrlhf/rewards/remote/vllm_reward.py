@@ -19,12 +19,7 @@ from lrlhf.rewards.function import (
     RewardError,
     check_positive,
 )
-from lrlhf.rewards.learned import (
-    SpecialTokens,
-    as_text,
-    full_text,
-    text_ids,
-)
+from lrlhf.rewards.learned import SpecialTokens, as_text, full_text, text_ids
 from lrlhf.rewards.remote.service_client import (
     DEFAULT_TOKEN_ENV,
     Calls,

@@ -43,6 +43,7 @@ from lrlhf.models import (
 from lrlhf.models.modes import ModelRefusalError, in_trial, refusals, trial
 from lrlhf.models.sharding import device_of, gathered, gathered_bytes, has_split_weights
 from lrlhf.models.token_budget import memory_of
+from lrlhf.models.transformers_internals import keeps_states
 from lrlhf.rollout.engines.engine import (
     Capabilities,
     RolloutEngine,
@@ -347,7 +348,7 @@ class TransformersEngine(RolloutEngine):
     ) -> list[Response]:
         model, num_generations = _plain_model(self._policy), len(seeds) // len(prompts)
         eos = sorted(eos_token_ids(model, self._tokenizer))
-        cacheable = prompts.media is None and not model._is_stateful
+        cacheable = prompts.media is None and not keeps_states(model)
         prefixes = self._prefixes if cacheable else None
         continued = None
         if prefixes is not None and num_generations == 1:
@@ -389,7 +390,7 @@ class TransformersEngine(RolloutEngine):
         width = int(prompts.attention_mask.sum(dim=1).max())
         input_ids = prompts.input_ids[:, -width:]
         mask = prompts.attention_mask[:, -width:].long()
-        if model._is_stateful:
+        if keeps_states(model):
             # a pass without cache clears the states of RecurrentGemma's layers, which a prompt of
             # one token would else continue
             model.base_model(input_ids=input_ids[:, :1], use_cache=False)

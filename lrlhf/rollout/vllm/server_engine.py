@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import secrets
 import shlex
 import sys
@@ -11,13 +12,12 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import torch
 from torch import distributed
 
 from lrlhf.background import in_background
-from lrlhf.open_files import allow_connections
 from lrlhf.rollout.engines.engine import Capabilities, gather_ranks
 from lrlhf.rollout.engines.synced_engine import EngineFailure, Request
 from lrlhf.rollout.responses import Response
@@ -339,7 +339,7 @@ class VLLMServerEngine(VLLMBase):
         # takes seconds, in which the servers start
         loading = None if self.urls else in_background(import_transfer, name="vllm-import")
         self._model_folder()  # here, before several threads use it
-        allow_connections()  # one for each open response
+        _allow_connections()  # one for each open response
         # new objects, as open calls record failures in those they started with
         self._failed, self._traffic, self._counted_restarts = {}, Traffic(), 0
         self._name = on_main_rank(lambda: secrets.token_hex(12))
@@ -584,3 +584,14 @@ class VLLMServerEngine(VLLMBase):
     def _acts_with_ranks(self) -> bool:
         """All ranks share the servers."""
         return distributed.is_initialized()
+
+
+_MOST_FILES: Final = 65_536
+
+
+def _allow_connections() -> None:
+    """Allow this process as many open files as possible, for hundreds of connections."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

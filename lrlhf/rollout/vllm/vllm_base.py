@@ -25,12 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lrlhf.media import MediaProcessor
 from lrlhf.models import eos_token_ids, ruled_out_ids, skeleton_of
 from lrlhf.rollout.engines.policy_weights import LARGEST_RANK, AdapterWeights
-from lrlhf.rollout.engines.synced_engine import (
-    PROBE_RESPONSE,
-    EngineFailure,
-    Request,
-    SyncedEngine,
-)
+from lrlhf.rollout.engines.synced_engine import PROBE_RESPONSE, EngineFailure, Request, SyncedEngine
 from lrlhf.rollout.responses import Response
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.types import Media

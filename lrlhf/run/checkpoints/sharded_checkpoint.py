@@ -13,7 +13,6 @@ import os
 import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
@@ -53,6 +52,7 @@ from lrlhf.run.checkpoints.checkpoint_reader import (
 )
 from lrlhf.run.checkpoints.checkpoint_search import check
 from lrlhf.run.collectives import from_rank_zero
+from lrlhf.run.lightning_internals import timeout_of
 
 PARTS: Final = "parts"
 """Ending of a folder that several processes are writing."""
@@ -202,11 +202,6 @@ class FolderCheckpoints(Strategy):
         return True
 
     @property
-    def _timeout_of_ranks(self) -> timedelta | None:
-        """How long ranks wait for each other; None: as long as torch lets them."""
-        return getattr(self, "_timeout", None)  # of Lightning's strategies for several processes
-
-    @property
     def _on_gpu(self) -> bool:
         return self.root_device.type != "cpu"
 
@@ -263,7 +258,7 @@ class FolderCheckpoints(Strategy):
             self._write(snapshot, path, ranks)
             return
         if self._background is None:
-            self._background = BackgroundSaves(self.root_device, timeout=self._timeout_of_ranks)
+            self._background = BackgroundSaves(self.root_device, timeout=timeout_of(self))
         copied = snapshot._replace(tensors=self._background.copy(snapshot.tensors))
         self._background.start(lambda own: self._write(copied, path, own))
 

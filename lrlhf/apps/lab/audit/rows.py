@@ -27,11 +27,7 @@ from lrlhf.datamodules.rows.prompt_rows import (
     is_transcript,
     transcript_messages,
 )
-from lrlhf.datamodules.rows.supervised_rows import (
-    SupervisedDraft,
-    SupervisedParser,
-    SupervisedRow,
-)
+from lrlhf.datamodules.rows.supervised_rows import SupervisedDraft, SupervisedParser, SupervisedRow
 from lrlhf.media import MediaRefs
 from lrlhf.rewards.function import content_text
 from lrlhf.types import Message

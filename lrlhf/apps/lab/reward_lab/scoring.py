@@ -15,11 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lrlhf.apps.lab.reward_lab.given import GivenResponse, read_media
 from lrlhf.apps.lab.reward_lab.lab import CallTimes, Lab, OddRow
-from lrlhf.apps.lab.reward_lab.responses import (
-    Response,
-    beginning_of,
-    end_of,
-)
+from lrlhf.apps.lab.reward_lab.responses import Response, beginning_of, end_of
 from lrlhf.datamodules.rows.media_rows import MediaReader
 from lrlhf.media import MediaOptions
 from lrlhf.rewards import CompletionText, CompletionTurns, Rewards
