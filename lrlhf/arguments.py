@@ -9,11 +9,12 @@ from dataclasses import fields, is_dataclass
 from reprlib import Repr
 from typing import Any, Final
 
-from lrlhf.options.conversion import converting
+from lrlhf.options.conversion import converting, parameters_of
 from lrlhf.secrets import HIDDEN, hide, is_secret_name
 
 _MISSING: Final = inspect.Parameter.empty
 _GIVEN: Final = "_given_arguments"
+_BUILT: Final = "_is_constructed"
 _MOST: Final = 6
 """Entries of a longer list are not all shown."""
 _SHORTENED: Final = Repr()
@@ -27,6 +28,44 @@ class TakesOptions:
         super().__init_subclass__(**options)
         if "__init__" in vars(cls):
             cls.__init__ = converting(_keeping(cls.__init__), cls)  # type: ignore[method-assign]
+
+
+class ShowsOptions(TakesOptions):
+    """Base of objects whose options can be read, and are set only where that changes something."""
+
+    def option_in_force(self, name: str) -> Any:
+        """Return the value of an option that is no attribute.
+
+        Raises:
+            KeyError: There is no such option.
+        """
+        _, default = parameters_of(type(self))[0][name]
+        return (given_arguments(self) or {}).get(name, default)
+
+    def __getattr__(self, name: str) -> Any:
+        if self.__dict__.get(_BUILT) and name in parameters_of(type(self))[0]:
+            return self.option_in_force(name)
+        try:
+            parent = super().__getattr__  # type: ignore[misc]
+        except AttributeError:
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(text, name=name, obj=self) from None
+        return parent(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.__dict__.get(_BUILT) and self.is_fixed(name):
+            kind = type(self).__name__
+            raise AttributeError(
+                f"{name} is an option that {kind} reads when it is built, so a change would do "
+                f"nothing: build another, {kind}(..., {name}=...)"
+            )
+        super().__setattr__(name, value)
+
+    def is_fixed(self, name: str) -> bool:
+        """Whether a name is an option that nothing reads after the constructor."""
+        parts = (vars(self), *(vars(self).get(kept, {}) for kept in ("_modules", "_parameters")))
+        known = any(name in part for part in parts) or hasattr(type(self), name)
+        return not known and name in parameters_of(type(self))[0]
 
 
 class KeepsArguments(TakesOptions):
@@ -46,9 +85,12 @@ def _keeping(init: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(init)
     def constructor(self: Any, *args: Any, **options: Any) -> None:
-        if getattr(type(self).__init__, "__wrapped__", None) is constructor:  # not of a subclass
-            self.__dict__[_GIVEN] = _bound(signature, self, args, options)
+        if getattr(type(self).__init__, "__wrapped__", None) is not constructor:  # of a subclass
+            init(self, *args, **options)
+            return
+        self.__dict__[_GIVEN] = _bound(signature, self, args, options)
         init(self, *args, **options)
+        self.__dict__[_BUILT] = True
 
     return constructor
 

@@ -193,6 +193,24 @@ class _Generator(CodeGenerator):
             self.write(", ")
         self.write(")))")
 
+    def visit_List(self, node: nodes.List, frame: Frame) -> None:  # noqa: N802
+        self._write_measured(super().visit_List, node, frame)
+
+    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:  # noqa: N802
+        self._write_measured(super().visit_Dict, node, frame)
+
+    def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:  # noqa: N802
+        if node.ctx == "load":
+            self._write_measured(super().visit_Tuple, node, frame)
+        else:
+            super().visit_Tuple(node, frame)
+
+    def _write_measured(self, visit: Callable[..., None], node: nodes.Expr, frame: Frame) -> None:
+        """Have a value measured that may hold another many times over, by which it is compared."""
+        self.write("environment.measured(")
+        visit(node, frame)
+        self.write(")")
+
     def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
         super()._output_child_pre(node, frame, finalize)
         self.write("environment.measured(")
@@ -253,13 +271,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if operator == "%" and isinstance(left, str):
             _check_format(left, right if isinstance(right, tuple) else (right,))
         elif operator == "+":
-            _check_size(_length(left) + _length(right))
+            _check_size(_weight(left) + _weight(right))
         elif operator == "**":
             _check_bits(_bits(left) * _number(right))
         elif operator == "*":
             texts = [one for one in (left, right) if hasattr(one, "__len__")]
             if texts:
-                _check_size(len(texts[0]) * max(_number(left), _number(right)))
+                _check_size(_weight(texts[0]) * max(_number(left), _number(right)))
             else:
                 _check_bits(_bits(left) + _bits(right))
         return super().call_binop(context, operator, left, right)

@@ -46,6 +46,11 @@ def read_yaml(path: Path) -> Any:
         return _loaded(text)
     except (yaml.YAMLError, RecursionError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    except (TypeError, LookupError, ArithmeticError, ValueError) as error:
+        if str(path) in str(error):
+            raise
+        # of a constructor of YAML, such as that of a date in month 13
+        raise ValueError(f"{path}: has a value that cannot be read: {error}") from error
 
 
 def bounded_text(path: Path) -> str:

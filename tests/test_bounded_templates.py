@@ -144,6 +144,13 @@ LONG = "{% set a = 'x' * 2000000 %}"
             f"{{{{ ('x' * 6000000) | {to_list} | list | length }}}}"
             for to_list in ("list", "sort", "unique", "batch(2)", "slice(2)")
         ),
+        *(
+            f"{{% set n = namespace(l={opened}, m={opened}) %}}{{% for i in range(50) %}}"
+            f"{{% set n.l = {opened[0]}n.l, n.l{opened[1]} %}}"
+            f"{{% set n.m = {opened[0]}n.m, n.m{opened[1]} %}}{{% endfor %}}{compared}"
+            for opened in ("[]", "()")
+            for compared in ("{{ n.l == n.m }}", "{{ n.l is eq(n.m) }}", "{{ n.l in [n.m] }}")
+        ),
         "{{ strftime_now('%c' * 6000000) | length }}",
         "{{ '\\\\'" + " | pprint" * 40 + " }}",
         "{{ " + " ~ ".join(["'a' | center(3000000)"] * 30) + " }}",

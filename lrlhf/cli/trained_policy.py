@@ -15,11 +15,13 @@ from jsonargparse import ArgumentError
 from torch import nn
 
 from lrlhf.cli.export_command import fill
-from lrlhf.foreign_files import read_yaml, refuse_foreign_code
+from lrlhf.datamodules import PromptDataModule
+from lrlhf.foreign_files import TRUST_FLAG, read_yaml, refuse_foreign_code
 from lrlhf.models import CausalLM, load_config
 from lrlhf.models.loading.model_sources import locate
 from lrlhf.models.loading.reward_files import HEAD_CONFIG
 from lrlhf.modules.policy.load_policy import LoadedPolicy, load_policy
+from lrlhf.options.conversion import convert
 from lrlhf.options.errors import ConfigError
 from lrlhf.options.parser import Parser
 from lrlhf.rollout import Sampling
@@ -261,7 +263,29 @@ def _run_of(checkpoint: Path, *, trusted: bool) -> _Run:
     prompts = {key: data[key] for key in _PROMPT_OPTIONS if data.get(key)}
     if data.get("split_special_tokens") is False:
         prompts["split_special_tokens"] = False
+    try:
+        convert(PromptDataModule, prompts, PromptDataModule)
+    except TypeError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not trusted:
+        _refuse_foreign_template(prompts.get("chat_template") or "", path)
     return _Run(spec, built.sampling or Sampling(), prompts)
+
+
+def _refuse_foreign_template(template: str, config: Path) -> None:
+    """Refuse that a run's config names a file that did not come with it, nor is worked with here.
+
+    Raises:
+        ConfigError: It does.
+    """
+    file = Path(template).expanduser()
+    folders = (config.absolute().parent, Path.cwd())
+    if "{" in template or any(map(file.resolve().is_relative_to, folders)):
+        return
+    raise ConfigError(
+        f"{config}: data.chat_template is the file {file}, and a file that came with a model names "
+        f"none outside of its folder: if you trust it, add {TRUST_FLAG} to this command"
+    )
 
 
 def _section(config: Any, name: str) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ import lightning as L
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.arguments import TakesOptions
+from lrlhf.arguments import ShowsOptions
 from lrlhf.datamodules.loading.loader import (
     CHANGES,
     BalancedOrder,
@@ -205,7 +205,7 @@ def _split_note(count: int) -> Iterator[str]:
         )
 
 
-class RowDataModule(TakesOptions, L.LightningDataModule, Generic[RowT, BatchT]):
+class RowDataModule(ShowsOptions, L.LightningDataModule, Generic[RowT, BatchT]):
     """Loads rows of one kind: splits, shuffling, shares of the ranks, resuming, bad rows.
 
     `PromptDataModule`, `PreferenceDataModule` and `ReplayDataModule` are this with their kinds of

@@ -15,7 +15,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 
 import lrlhf.strategies  # noqa: F401  registers its names with Lightning
-from lrlhf.arguments import TakesOptions, all_arguments
+from lrlhf.arguments import ShowsOptions, all_arguments
 from lrlhf.guard.anomalies import Anomaly, Guard, StepVerdict
 from lrlhf.guard.dump import StepBundle
 from lrlhf.guard.step_guard import StepGuard
@@ -73,7 +73,7 @@ class SteppedOptimizer(NamedTuple):
     """Iterations at the start in which its model is frozen."""
 
 
-class TrainingModule(TakesOptions, L.LightningModule):
+class TrainingModule(ShowsOptions, L.LightningModule):
     """A LightningModule with manual optimization that is seeded, guarded and resumed exactly.
 
     A subclass defines ``trainable_models``, ``configure_optimizers`` and ``training_step``, and may

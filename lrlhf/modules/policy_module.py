@@ -57,6 +57,7 @@ from lrlhf.modules.settings import (
     Teacher,
     Update,
 )
+from lrlhf.options.conversion import parameters_of
 from lrlhf.rewards import Rewards
 from lrlhf.rewards.rewards import NoRewards, as_rewards
 from lrlhf.rollout import RolloutEngine, Sampling, TransformersEngine
@@ -259,6 +260,14 @@ class PolicyModule(TrainingModule):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         show_arguments(cls)
+
+    def option_in_force(self, name: str) -> Any:
+        """Return the value of an option, with the defaults that other options decide."""
+        return getattr(self.settings, name, None) or super().option_in_force(name)
+
+    def is_fixed(self, name: str) -> bool:
+        """Whether a name is an option that was handed on to the parts of the module."""
+        return name in parameters_of(type(self))[0] and name not in self._modules
 
     # ---- one iteration
 

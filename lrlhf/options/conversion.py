@@ -10,7 +10,7 @@ import inspect
 import os
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, is_dataclass
 from functools import cache, wraps
 from numbers import Integral, Real
@@ -48,7 +48,7 @@ def converting(init: Callable[..., None], owner: type) -> Callable[..., None]:
     @wraps(init)
     def constructor(self: Any, *args: Any, **options: Any) -> None:
         given = {**dict(zip(positions, args, strict=False)), **options}
-        changed = convert(owner, given, name=type(self).__name__)
+        changed = convert(owner, given, type(self))
         if changed is not given:
             args = tuple(changed[name] for name, _ in zip(positions, args, strict=False))
             options = {name: changed[name] for name in options}
@@ -57,13 +57,13 @@ def converting(init: Callable[..., None], owner: type) -> Callable[..., None]:
     return constructor
 
 
-def convert(owner: type, given: dict[str, Any], *, name: str) -> dict[str, Any]:
+def convert(owner: type, given: dict[str, Any], kind: type) -> dict[str, Any]:
     """Return the arguments of a constructor with objects in the place of their descriptions.
 
     Args:
         owner: The class that has the constructor.
-        name: What errors call the class.
         given: Arguments by name; returned as they are if none needs a change.
+        kind: The class of the object, which may be a subclass.
 
     Raises:
         TypeError: There is no such option, or a value is of another type.
@@ -71,18 +71,22 @@ def convert(owner: type, given: dict[str, Any], *, name: str) -> dict[str, Any]:
     known, is_open = parameters_of(owner)
     unknown = [] if is_open else [name for name in given if name not in known]
     if unknown:
-        raise TypeError(_unknown(name, unknown[0], known))
+        raise TypeError(_unknown(kind.__name__, unknown[0], {*known, *parameters_of(kind)[0]}))
     changed = {
-        key: _parsed(name, key, known[key][0], value)
+        key: _parsed(kind.__name__, key, known[key][0], value)
         for key, value in given.items()
         if key in known and not fits(value, known[key][0]) and _is_readable(value, known[key][0])
     }
     return {**given, **changed} if changed else given
 
 
-@cache
-def parameters_of(owner: type) -> tuple[Mapping[str, tuple[Any, Any]], bool]:
+def parameters_of(owner: Any) -> tuple[Mapping[str, tuple[Any, Any]], bool]:
     """Return type and default of each option of a class, and whether it may have others too."""
+    return _parameters_of(owner)
+
+
+@cache
+def _parameters_of(owner: Any) -> tuple[Mapping[str, tuple[Any, Any]], bool]:
     known: dict[str, tuple[Any, Any]] = {}
     for base in owner.__mro__:
         constructor = vars(base).get("__init__")
@@ -123,10 +127,9 @@ def fits(value: Any, kind: Any) -> bool:
     if origin in (None, Callable) and kind is not None:
         if not isinstance(origin or kind, type):
             return True  # a type variable, or Any
-        try:
-            return isinstance(value, origin or kind)
-        except TypeError:  # a protocol: rows of data, which are no options
-            return not isinstance(value, PLAIN)
+        if typing.Protocol in (origin or kind).__mro__:  # rows of data, of which a dict is columns
+            return not (isinstance(value, Mapping) and "class_path" in value)
+        return isinstance(value, origin or kind)
     return value is None if kind is None else value is not None and not value
 
 
@@ -145,7 +148,9 @@ def _is_closed(kind: Any) -> bool:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
-    return isinstance(value, PLAIN | Mapping) or is_dataclass(value)
+    if isinstance(value, Mapping):  # but not functions by name
+        return not any(map(callable, value.values()))
+    return isinstance(value, PLAIN) or is_dataclass(value)
 
 
 def no_group(kind: type, value: Any) -> str:
@@ -177,7 +182,7 @@ def _parsed(owner: str, name: str, kind: Any, value: Any) -> Any:
     raise (TypeError if is_type else ValueError)(f"{owner}: {key or name}: {complaint}")
 
 
-def _unknown(owner: str, name: str, known: Mapping[str, Any]) -> str:
+def _unknown(owner: str, name: str, known: Collection[str]) -> str:
     from lrlhf.options.parser import near_miss  # noqa: PLC0415
 
     nearest = near_miss((name,), known) or hint(name, known)

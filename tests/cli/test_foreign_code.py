@@ -408,3 +408,26 @@ def test_a_config_of_the_size_of_a_data_set_is_not_read() -> None:
     Path("large.yaml").write_text("a: 1\n" + "# and so on\n" * 100_000)
     with pytest.raises(ValueError, match="more than 1,048,576 bytes"):
         read_yaml(Path("large.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("x: !!bool maybe", "has a value that cannot be read"),
+        ("x: !!timestamp 9999-99-99", "has a value that cannot be read"),
+        ("x: " + "9" * 5000, "has a value that cannot be read"),
+        ("data: {init_args: {chat_template: [1]}}", "chat_template: expected text or null"),
+        ("data: {init_args: {chat_template: /etc/passwd}}", "is the file /etc/passwd, and a file"),
+        ("data: {init_args: {as_chat: perhaps}}", "as_chat: expected true or false"),
+    ],
+)
+def test_strange_values_of_a_run_end_in_one_line(
+    model_folder: str, ran: Path, capsys: pytest.CaptureFixture[str], text: str, named: str
+) -> None:
+    assert not ran.exists()
+    folder = run_with_config(model_folder, model_folder)
+    with (folder / "config.yaml").open("a") as config:
+        config.write(text + "\n")
+    assert run(["generate", str(folder), "prompts.jsonl", "--output", "answers.jsonl"]) == 2
+    assert "run/config.yaml: " in (last := capsys.readouterr().err.splitlines()[-1])
+    assert named in last

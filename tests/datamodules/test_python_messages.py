@@ -118,8 +118,8 @@ def test_a_misspelt_option_names_the_class_that_was_written(
 
 def test_an_option_of_another_trainer_is_answered_with_ours() -> None:
     said = (
-        "PromptDataModule has no option 'per_device_train_batch_size'; did you mean batch_size "
-        "(prompts, each with model.num_generations responses, or pairs)?"
+        "PromptDataModule has no option 'per_device_train_batch_size'; did you mean "
+        "data.batch_size (prompts, each with model.num_generations responses, or pairs)?"
     )
     with pytest.raises(TypeError, match=re.escape(said)):
         PromptDataModule(PROMPTS, per_device_train_batch_size=4)

@@ -319,7 +319,9 @@ def test_unclear_turns_say_what_to_do() -> None:
 
 
 def test_an_unknown_choice_is_refused() -> None:
-    with pytest.raises(ValueError, match="loss_on is 'turns', expected one of all, completion"):
+    with pytest.raises(
+        ValueError, match="loss_on: expected null or one of all, completion, assistant, got 'turns'"
+    ):
         load(CHAT, loss_on="turns")
 
 

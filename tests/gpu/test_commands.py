@@ -37,6 +37,7 @@ def written(model_folder: str, accelerator: str, **options: Any) -> list[str]:
 
 @pytest.mark.gpu_lines(
     "lrlhf.cli.checks.trainer_options",
+    "lrlhf.trainer_options",
     "lrlhf.apps.plan.memory._is_on_gpu",
     "lrlhf.apps.plan.policy_models",
     "lrlhf.apps.plan.times",
