@@ -411,5 +411,5 @@ def familiar(name: str, section: str) -> str:
         section: Of the class that was given it, such as ``data``; its own options need no more
             than their name.
     """
-    meant = FAMILIAR_NAMES.get(name, "").replace(f"{section}.", "")
-    return f"; did you mean {meant}?" if meant else ""
+    known = FAMILIAR_NAMES.get(name, "").replace(f"{section}.", "")
+    return f"; did you mean {known}?" if known else ""

@@ -108,6 +108,10 @@ class HubRepo:
 
 
 def _line(error: BaseException) -> str:
-    told = [error, *([error.__cause__] if isinstance(error, RuntimeError) else [])]
-    texts = (" ".join(str(one).split()).rstrip(".") or type(one).__name__ for one in told if one)
+    errors = [error, *([error.__cause__] if isinstance(error, RuntimeError) else [])]
+    texts = (
+        " ".join(str(failure).split()).rstrip(".") or type(failure).__name__
+        for failure in errors
+        if failure
+    )
     return hide(": ".join(texts))

@@ -36,7 +36,7 @@ from lrlhf.cli.replay_command import show_replay
 from lrlhf.cli.saved_config import SaveConfig, hide_hyperparameters
 from lrlhf.foreign_files import TRUST_FLAG
 from lrlhf.modules.metrics.measurement import HasMeasurements
-from lrlhf.run.collectives import ReadsParts
+from lrlhf.run.collectives import LoadsShards
 from lrlhf.run.lightning_internals import Commands
 from lrlhf.run.supervision.signals import answering_sigterm
 from lrlhf.trainer import Trainer
@@ -131,7 +131,7 @@ class Application(Commands):
     def _reading_parts(self) -> AbstractContextManager[None]:
         """Build models as the strategy, which is made after them, wants to load them."""
         strategy = ConfigObjects(self.config[self.subcommand]).strategy() if self.trains else None
-        return strategy.reading_parts() if isinstance(strategy, ReadsParts) else nullcontext()
+        return strategy.loading_shards() if isinstance(strategy, LoadsShards) else nullcontext()
 
     def run_command(self, subcommand: str) -> None:
         progress = Progress()

@@ -133,14 +133,14 @@ def refuse_nulls(value: Any, path: tuple[str, ...] = (), *, strict: Collection[s
     if isinstance(class_path, str) and isinstance(options, Namespace):
         strict = options_without_null(import_by_path(class_path))
         children = vars(options)
-    for name, given in children.items():
-        if given is None and name in strict:
+    for name, child in children.items():
+        if child is None and name in strict:
             key = ".".join((*path, name))
             raise ValidationError(
                 f'Parser key "{key}": null is not accepted here; leave the line out to get the '
                 "default"
             )
-        refuse_nulls(given, (*path, name))
+        refuse_nulls(child, (*path, name))
 
 
 def options_without_null(cls: object) -> set[str]:
@@ -157,8 +157,8 @@ def options_without_null(cls: object) -> set[str]:
             break
         parameters = inspect.signature(constructor).parameters.values()
         for parameter in parameters:
-            given = parameter.default not in (None, inspect.Parameter.empty)
-            never_null = given and not _allows_none(hints.get(parameter.name, Any))
+            has_default = parameter.default not in (None, inspect.Parameter.empty)
+            never_null = has_default and not _allows_none(hints.get(parameter.name, Any))
             strict.setdefault(parameter.name, never_null)
         if all(parameter.kind != parameter.VAR_KEYWORD for parameter in parameters):
             break  # else the next class takes the rest

@@ -171,8 +171,8 @@ def mean_pool(
     hidden: Float[Tensor, "B T H"], attention_mask: Bool[Tensor, "B T"]
 ) -> Float[Tensor, "B H"]:
     """Average the attended tokens."""
-    kept = hidden.masked_fill(~attention_mask.unsqueeze(-1), 0.0)
-    return kept.sum(dim=1) / attention_mask.sum(dim=1, keepdim=True)
+    masked = hidden.masked_fill(~attention_mask.unsqueeze(-1), 0.0)
+    return masked.sum(dim=1) / attention_mask.sum(dim=1, keepdim=True)
 
 
 class AttentionPool(nn.Module):

@@ -74,9 +74,9 @@ def start_of_partition(weight: Any) -> int:
     return start
 
 
-def whole_parameter(weight: Tensor) -> Tensor:
+def full_parameter(weight: Tensor) -> Tensor:
     """Gather a copy of a weight; all ranks must ask for it."""
-    return whole_of_partitions(weight, weight.ds_tensor)  # type: ignore[attr-defined]
+    return gather_partitions(weight, weight.ds_tensor)  # type: ignore[attr-defined]
 
 
 def local_partition(weight: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def partition_of(weight: Tensor, full: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def whole_of_partitions(weight: Tensor, part: Tensor) -> Tensor:
+def gather_partitions(weight: Tensor, part: Tensor) -> Tensor:
     """Put all ranks' pieces, of a weight or of one value per entry, together in its shape."""
     split: Any = weight
     own = part.detach().to(device()).contiguous()
@@ -143,19 +143,19 @@ def reshard(model: nn.Module) -> None:
         offload.partition_all_parameters()
 
 
-def make_whole(model: nn.Module) -> None:
+def unshard(model: nn.Module) -> None:
     """Give a model ordinary weights on the CPU; all ranks must, and then close its engine."""
     reshard(model)
-    whole: dict[int, nn.Parameter] = {}
+    gathered: dict[int, nn.Parameter] = {}
     for module in model.modules():
         weights = dict(module._parameters)
         for name, weight in weights.items():
             if weight is None or not is_partitioned(weight):
                 continue
-            if id(weight) not in whole:
-                data = whole_parameter(weight).cpu().clone()
-                whole[id(weight)] = nn.Parameter(data, requires_grad=weight.requires_grad)
-            weights[name] = whole[id(weight)]
+            if id(weight) not in gathered:
+                data = full_parameter(weight).cpu().clone()
+                gathered[id(weight)] = nn.Parameter(data, requires_grad=weight.requires_grad)
+            weights[name] = gathered[id(weight)]
         module._parameters = weights
         for trace in _TRACES:
             vars(module).pop(trace, None)
@@ -176,18 +176,18 @@ def _is_held(weight: Tensor) -> bool:
 @contextlib.contextmanager
 def _without_hooks(offloads: list[Any]) -> Iterator[None]:
     """Take off the hooks that gather and free; those of others stay."""
-    kept: list[tuple[dict[int, Any], list[tuple[int, Any]]]] = []
+    removed: list[tuple[dict[int, Any], list[tuple[int, Any]]]] = []
     for offload in offloads:
         handles = [*offload.forward_hooks, *offload.backward_hooks, offload.fwd_pre_hook]
         ids = {handle.id for handle in handles}
         for module in offload.module.modules():
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
-                kept.append((hooks, list(hooks.items())))
+                removed.append((hooks, list(hooks.items())))
                 for key in ids & hooks.keys():
                     del hooks[key]
     try:
         yield
     finally:
-        for hooks, items in reversed(kept):
+        for hooks, items in reversed(removed):
             hooks.clear()
             hooks.update(items)

@@ -20,7 +20,6 @@ from lrlhf.guard.anomalies import Anomaly, Guard, StepVerdict
 from lrlhf.guard.dump import StepBundle
 from lrlhf.guard.step_guard import StepGuard
 from lrlhf.models import ReferencePolicy, TextLimits, TokenBudget, limits_of
-from lrlhf.models.in_brief import in_brief
 from lrlhf.models.loading.deferred_weights import read, reading
 from lrlhf.models.sharding import load_state
 from lrlhf.modules.checks import (
@@ -47,7 +46,7 @@ from lrlhf.run import (
 from lrlhf.run.atomic import atomic_folder
 from lrlhf.run.checkpoints.checkpoint_reader import read_checkpoint
 from lrlhf.run.checkpoints.checkpoint_search import check
-from lrlhf.run.collectives import ReadsParts, from_rank_zero
+from lrlhf.run.collectives import LoadsShards, from_rank_zero
 from lrlhf.run.lightning_internals import (
     log_hyperparameters_once,
     set_hyperparameters,
@@ -173,7 +172,7 @@ class TrainingModule(L.LightningModule):
     def step_optimizers(
         self,
         optimizers: Sequence[SteppedOptimizer],
-        verdict: StepVerdict = StepVerdict(skips=False, found=[]),  # noqa: B008  immutable
+        verdict: StepVerdict = StepVerdict(skips=False, anomalies=[]),  # noqa: B008  immutable
         *,
         metrics: MetricSums | None = None,
         bundle: Callable[[], StepBundle] | None = None,
@@ -192,11 +191,11 @@ class TrainingModule(L.LightningModule):
         Raises:
             TrainingDivergedError: More steps were left out than the guard's quota.
         """
-        found, left_out, norms = list(verdict.found), verdict.skips, []
-        for one in optimizers:
+        anomalies, left_out, norms = list(verdict.anomalies), verdict.skips, []
+        for optimizer in optimizers:
             norm = self.gradients.step(
-                self.optimizer_of(one.position),
-                max_grad_norm=one.max_grad_norm,
+                self.optimizer_of(optimizer.position),
+                max_grad_norm=optimizer.max_grad_norm,
                 leave_out=verdict.skips,
             )
             norms.append(norm)
@@ -204,14 +203,14 @@ class TrainingModule(L.LightningModule):
                 continue
             if math.isfinite(norm):
                 if metrics is not None:
-                    metrics.add(f"{one.role}/grad_norm", norm, 1.0)
+                    metrics.add(f"{optimizer.role}/grad_norm", norm, 1.0)
             elif not uses_loss_scaler(self.trainer):  # which finds its scale by overflowing
                 left_out = True
                 if self.trainer.global_rank == 0:  # the norm is the same on all
-                    whose = f"the {one.role} gradient" if one.role else "the gradient"
-                    found.append(Anomaly("gradient", f"{whose} is not finite"))
+                    whose = f"the {optimizer.role} gradient" if optimizer.role else "the gradient"
+                    anomalies.append(Anomaly("gradient", f"{whose} is not finite"))
         if left_out:
-            self.step_guard.report(found, bundle, self)
+            self.step_guard.report(anomalies, bundle, self)
         return norms
 
     def advance_schedule(self, index: int) -> None:
@@ -232,16 +231,16 @@ class TrainingModule(L.LightningModule):
             offload: It waits in main memory between its passes, and stays whole for that.
         """
         strategy = self.trainer.strategy
-        if not isinstance(strategy, ReadsParts):
+        if not isinstance(strategy, LoadsShards):
             read(reference.model, "cpu")
         if isinstance(strategy, SplitsModels):
-            reference.split(partial(strategy.shard_frozen, whole=offload))
+            reference.split(partial(strategy.shard_frozen, full=offload))
 
     # ---- Lightning's hooks
 
     def setup(self, stage: str) -> None:
         prepare_trainer(self.trainer, stage)
-        if not isinstance(self.trainer.strategy, ReadsParts):  # the one that it was built for did
+        if not isinstance(self.trainer.strategy, LoadsShards):  # the one that it was built for did
             read(self, "cpu")
         log_hyperparameters_once(self.trainer)
         if stage == "fit":
@@ -330,7 +329,7 @@ class TrainingModule(L.LightningModule):
         """Say in a few words what the module is made of, by name; a line each in its ``repr``."""
         if type(self).trainable_models is TrainingModule.trainable_models:
             return {}
-        return {role: in_brief(model) for role, model in self.trainable_models().items()}
+        return {role: _model_summary(model) for role, model in self.trainable_models().items()}
 
     def __repr__(self) -> str:
         lines = [f"  {name}: {text}" for name, text in self.summary().items()]
@@ -368,3 +367,17 @@ def advance(scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler")
         scheduler.step()
+
+
+def _model_summary(model: nn.Module) -> str:
+    """Name a model, and count its parameters; those that are shared or frozen count once."""
+    weights = list(model.parameters())
+    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+    total = sum(weight.numel() for weight in weights)
+    config = getattr(model, "config", None)
+    source = getattr(config, "_name_or_path", "")
+    name = f"{type(model).__name__} of {source}" if source else type(model).__name__
+    kinds = sorted({str(weight.dtype).removeprefix("torch.") for weight in weights})
+    devices = sorted({str(weight.device) for weight in weights})
+    storage = f"{', '.join(kinds)} on {', '.join(devices)}"
+    return f"{name}, {total:,} parameters, {trained:,} of them trained, {storage}"

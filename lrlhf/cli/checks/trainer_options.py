@@ -66,12 +66,12 @@ def check_strategy(trainer: Mapping[str, Any]) -> None:
         )
     if strategy == "auto" or strategy in StrategyRegistry.available_strategies():
         return
-    near = [one for one in _STRATEGIES if strategy.lower() in one]
+    near = [each for each in _STRATEGIES if strategy.lower() in each]
     near = near or difflib.get_close_matches(strategy, _STRATEGIES, n=1)
-    meant = f"; did you mean '{near[0]}'?" if near else ""
+    hint = f"; did you mean '{near[0]}'?" if near else ""
     raise MistakeError(
         ("trainer", "strategy"),
-        f"there is no strategy '{strategy}'{meant} (there are {', '.join(_STRATEGIES)})",
+        f"there is no strategy '{strategy}'{hint} (there are {', '.join(_STRATEGIES)})",
     )
 
 
@@ -99,7 +99,11 @@ def check_devices(trainer: Mapping[str, Any]) -> None:
     if trainer["accelerator"] not in ("auto", "gpu", "cuda") or not CUDAAccelerator.is_available():
         return
     here, devices = CUDAAccelerator.auto_device_count(), trainer["devices"]
-    numbers = [one for one in devices if isinstance(one, int)] if isinstance(devices, list) else []
+    numbers = (
+        [device for device in devices if isinstance(device, int)]
+        if isinstance(devices, list)
+        else []
+    )
     if count > here or any(number >= here for number in numbers):
         raise MistakeError(
             key, f"{devices} is asked for, and this machine has {here} GPU(s), counted from 0"
@@ -131,12 +135,12 @@ def check_replaced(trainer: Mapping[str, Any], model: Any) -> None:
     """Refuse options that a module has others for, which Lightning would not apply to it."""
     if not (is_a(model, TrainingModule) and has_batch_plan(options_of(model))):
         return
-    given = {
+    changed = {
         "accumulate_grad_batches": trainer["accumulate_grad_batches"] != 1,
         "gradient_clip_val": trainer["gradient_clip_val"] is not None,
     }
-    for name, is_given in given.items():
-        if is_given:
+    for name, is_set in changed.items():
+        if is_set:
             module = str(model["class_path"]).rpartition(".")[2]
             raise MistakeError(
                 ("trainer", name),
@@ -211,8 +215,8 @@ def _logged_in() -> bool:
         return True
     address = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
     files = [Path(name).expanduser() for name in ("~/.netrc", "~/_netrc")]
-    if given := os.environ.get("NETRC"):
-        files = [Path(given).expanduser()]
+    if netrc := os.environ.get("NETRC"):
+        files = [Path(netrc).expanduser()]
     return any(_has_entry(file, urlsplit(address).hostname or "") for file in files)
 
 

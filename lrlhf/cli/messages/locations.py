@@ -179,45 +179,45 @@ def _read_union(lines: Sequence[str]) -> Complaint:
     subtypes = lines[0] if lines else ""
     body = [line for line in lines if not line.startswith(("Subtypes: ", "Errors:"))]
     errors = list(takewhile(lambda line: not line.startswith("Given value type: "), body))
-    given = "\n".join(body[len(errors) + 1 :]).removeprefix("Given value: ")
+    value = "\n".join(body[len(errors) + 1 :]).removeprefix("Given value: ")
     branches = [_read(bullet) for bullet in _bullets(_dedent(errors))]
     best = max(branches, key=lambda branch: branch.rank, default=Complaint(sentence="not accepted"))
     if best.rank in {4, 9}:
         names = _class_names(subtypes)
         nearest = hint((best.value or "").rpartition(".")[2], names)
         return replace(best, sentence=best.sentence + nearest, rank=8)
-    if _DATA_TYPE in subtypes and (best.rank <= 2 or _is_row(best, given)):
-        return Complaint(sentence=_DATA.format(given=_quoted(given)), value=given, rank=2)
+    if _DATA_TYPE in subtypes and (best.rank <= 2 or _is_row(best, value)):
+        return Complaint(sentence=_DATA.format(given=_quoted(value)), value=value, rank=2)
     if best.rank > 2:
         return best
     plain = [branch for branch in branches if not branch.sentence]
     return Complaint(
         expected=tuple(dict.fromkeys(word for branch in plain for word in branch.expected)),
         choices=tuple(dict.fromkeys(word for branch in plain for word in branch.choices)),
-        value=given,
+        value=value,
         rank=2,
     )
 
 
-def _is_row(complaint: Complaint, given: str) -> bool:
+def _is_row(complaint: Complaint, row: str) -> bool:
     """Tell whether a row of data was taken for an entry of a list of sources."""
     within = complaint.path[0] if complaint.path else None
     entry = isinstance(within, InClass) and within.name.endswith(".Weighted")
-    return entry and not re.search(r"'(source|class_path)'", given)
+    return entry and not re.search(r"'(source|class_path)'", row)
 
 
 def _read_leaf(text: str) -> Complaint:
     for rule in _RULES:
         if match := re.match(rule.pattern, text):
-            said = match.groupdict()
-            near = _hint_in_module(said["value"]) if "{near}" in rule.sentence else ""
-            path = [part for name in ("group", "key") for part in said.get(name, "").split(".")]
-            expected = f"a {said.get('type')} (class_path and init_args)"
+            groups = match.groupdict()
+            near = _hint_in_module(groups["value"]) if "{near}" in rule.sentence else ""
+            path = [part for name in ("group", "key") for part in groups.get(name, "").split(".")]
+            expected = f"a {groups.get('type')} (class_path and init_args)"
             return Complaint(
                 path=tuple(filter(None, path)),
-                sentence=rule.sentence.format(**said, near=near),
+                sentence=rule.sentence.format(**groups, near=near),
                 expected=() if rule.sentence else (expected,),
-                value=said.get("value"),
+                value=groups.get("value"),
                 rank=rule.rank,
             )
     if match := _EXPECTED.match(text):
@@ -315,7 +315,9 @@ def locate(
     in_file = best and _locate_value(complaint.value, *best)
     if keys and (flag := _matching_flag(keys, arguments)):
         # what a flag replaces is read nevertheless, and may be what is wrong
-        is_replaced = in_file and not any(str(complaint.value) in given for given in arguments)
+        is_replaced = in_file and not any(
+            str(complaint.value) in argument for argument in arguments
+        )
         return in_file if in_file and is_replaced else ("command line", flag)
     if best is None:
         return "", ".".join(keys)
@@ -353,13 +355,13 @@ def locate_refusal(
     mentioned = _mentioned_options(sentence)
     for argument in reversed(arguments):
         name = argument.partition("=")[0]
-        given = tuple(name.removeprefix("--").split("."))
-        if name.startswith("--") and any(given[-len(path) :] == path for path in mentioned):
+        keys = tuple(name.removeprefix("--").split("."))
+        if name.startswith("--") and any(keys[-len(path) :] == path for path in mentioned):
             return "command line", name
     for name in classes:
         for file in reversed(files):
-            if found := _locate_class(file, name, mentioned):
-                return found
+            if location := _locate_class(file, name, mentioned):
+                return location
     return _locate_only_mention(mentioned, files)
 
 
@@ -383,7 +385,7 @@ def _locate_only_mention(
     mentioned: Sequence[tuple[str, ...]], files: Sequence[ConfigFile]
 ) -> tuple[str, str]:
     """Find the one option of all files that a message mentions; nothing if there are several."""
-    found = {
+    mentions = {
         (f"{file.path}:{trail.line}", dotted((*keys, *trail.keys)))
         for file in files
         for keys, node in walk(file.root)
@@ -391,14 +393,14 @@ def _locate_only_mention(
         if path[0] in (key.value for key, _ in _entries(node))
         and not (trail := _follow(node, path, node)).left
     }
-    return found.pop() if len(found) == 1 else ("", "")
+    return mentions.pop() if len(mentions) == 1 else ("", "")
 
 
 def _mentioned_options(sentence: str) -> list[tuple[str, ...]]:
     """Dotted names that a message starts with, quotes, or gives the value of."""
     name = r"[A-Za-z_]\w*(?:\.\w+)*"
-    found = re.findall(rf"(?:^|[`'\"])({name})|\b({name})(?==| is\b| must\b)", sentence)
-    return [tuple((first or second).split(".")) for first, second in found]
+    options = re.findall(rf"(?:^|[`'\"])({name})|\b({name})(?==| is\b| must\b)", sentence)
+    return [tuple((first or second).split(".")) for first, second in options]
 
 
 def _entries(node: yaml.Node) -> list[tuple[yaml.Node, yaml.Node]]:

@@ -289,7 +289,7 @@ def _request(arguments: Mapping[str, Any], rows: Sequence[int], seconds: float) 
     loggers = [name for name in _LOGGERS if name in arguments]
     request = {"arguments": data, "count": len(rows), "seconds": seconds, "loggers": loggers}
     # the pickle of a completion has no segments; plain tuples need no library in the process
-    segments = [[*map(tuple, completion_segments(one))] for one in data.get("completions", ())]
+    segments = [[*map(tuple, completion_segments(each))] for each in data.get("completions", ())]
     if any(len(own) > 1 for own in segments):
         request["segments"] = [own if len(own) > 1 else None for own in segments]
     return request

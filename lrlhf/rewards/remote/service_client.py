@@ -256,7 +256,9 @@ class ServiceClient:
         deadline = time.monotonic() + limit
         async with self._settings.connections() as exchange:
             while True:
-                results = await asyncio.gather(*(probe(exchange, one) for one in self.services))
+                results = await asyncio.gather(
+                    *(probe(exchange, service) for service in self.services)
+                )
                 problems = [problem for problem in results if problem]
                 if len(problems) < len(self.services):
                     break
