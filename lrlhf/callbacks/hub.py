@@ -110,8 +110,6 @@ class HubRepo:
 def _line(error: BaseException) -> str:
     errors = [error, *([error.__cause__] if isinstance(error, RuntimeError) else [])]
     texts = (
-        " ".join(str(failure).split()).rstrip(".") or type(failure).__name__
-        for failure in errors
-        if failure
+        " ".join(str(each).split()).rstrip(".") or type(each).__name__ for each in errors if each
     )
     return hide(": ".join(texts))

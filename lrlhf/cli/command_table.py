@@ -35,7 +35,6 @@ class Command(NamedTuple):
 
     @property
     def module(self) -> str:
-        """The module of the target."""
         return self.target.partition(":")[0]
 
     def load(self) -> Any:

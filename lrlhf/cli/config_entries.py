@@ -31,7 +31,7 @@ def is_a(entry: Any, base: type) -> bool:
     return kind is not None and issubclass(kind, base)
 
 
-def is_of_lrlhf(entry: Any) -> bool:
+def is_lrlhf(entry: Any) -> bool:
     """Whether an entry stands for a class of this library, whose constructor is known."""
     kind = class_of(entry)
     return kind is not None and kind.__module__.startswith("lrlhf.")

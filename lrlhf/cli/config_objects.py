@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lrlhf.cli.checks.mistake import MistakeError, RefusedError
-from lrlhf.cli.config_entries import class_of, is_of_lrlhf, options_of
+from lrlhf.cli.config_entries import class_of, is_lrlhf, options_of
 from lrlhf.cli.parser import Parser
 from lrlhf.modules.policy.settings import PolicySettings
 from lrlhf.rewards import Rewards
@@ -44,7 +44,7 @@ class ConfigObjects:
         for section, base in (("callbacks", L.Callback), ("logger", Logger)):
             part = self._options.trainer[section]
             for entry in part if isinstance(part, list) else [part]:
-                if isinstance(entry, Namespace) and is_of_lrlhf(entry.as_dict()):
+                if isinstance(entry, Namespace) and is_lrlhf(entry.as_dict()):
                     _made(base, entry)
 
     def strategy(self) -> Strategy | None:
@@ -53,7 +53,7 @@ class ConfigObjects:
         if isinstance(entry, str) and entry in StrategyRegistry:
             kind = StrategyRegistry[entry]["strategy"]
             return StrategyRegistry.get(entry) if kind.__module__.startswith("lrlhf.") else None
-        if isinstance(entry, Namespace) and is_of_lrlhf(entry.as_dict()):
+        if isinstance(entry, Namespace) and is_lrlhf(entry.as_dict()):
             made: Strategy = _made(Strategy, entry)
             return made
         return None
@@ -63,7 +63,7 @@ class ConfigObjects:
         entry = options_of(self._model).get("rewards")
         functions = options_of(entry).get("functions") or []
         listed = functions.values() if isinstance(functions, Mapping) else functions
-        if is_of_lrlhf(entry) and all(map(_loads_nothing, listed)):
+        if is_lrlhf(entry) and all(map(_loads_nothing, listed)):
             made: Rewards = _made(Rewards, self._options.model.init_args.rewards)
             return made
         return None
@@ -75,7 +75,7 @@ class ConfigObjects:
             MistakeError: The module has no rewards of this library's kind.
         """
         entry = options_of(self._model).get("rewards")
-        if not is_of_lrlhf(entry):
+        if not is_lrlhf(entry):
             raise MistakeError(
                 ("model", "rewards"), "there are no rewards to run; give lrlhf.rewards.Rewards"
             )
@@ -91,7 +91,7 @@ class ConfigObjects:
             The settings; None: the module has none, or some are of a user's class.
         """
         owner = class_of(self._model)
-        if owner is None or not is_of_lrlhf(self._model):
+        if owner is None or not is_lrlhf(self._model):
             return None
         options = options_of(self._model)
         if evaluation := options.get("evaluation"):
@@ -138,9 +138,7 @@ def _loads_nothing(function: Any) -> bool:
     options = options_of(function)
     # one that is given a function may make an object of the user's
     return (
-        is_of_lrlhf(function)
-        and "function" not in options
-        and all(map(_is_plain, options.values()))
+        is_lrlhf(function) and "function" not in options and all(map(_is_plain, options.values()))
     )
 
 
@@ -157,6 +155,6 @@ def _is_plain(value: Any) -> bool:
     if not isinstance(value, Mapping):
         return True
     kind = class_of(value)
-    if "class_path" in value and not (is_of_lrlhf(value) and is_dataclass(kind)):
+    if "class_path" in value and not (is_lrlhf(value) and is_dataclass(kind)):
         return False
     return all(map(_is_plain, value.values()))

@@ -71,11 +71,8 @@ def _parameters(function: ast.FunctionDef) -> frozenset[str] | None:
 
 
 def _named(function: ast.FunctionDef) -> frozenset[str]:
-    signature = function.args
-    names = [
-        parameter.arg
-        for parameter in (*signature.posonlyargs, *signature.args, *signature.kwonlyargs)
-    ]
+    spec = function.args
+    names = [each.arg for each in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs)]
     return frozenset(names[1:])
 
 

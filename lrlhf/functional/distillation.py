@@ -170,7 +170,6 @@ class TopRows(NamedTuple):
     def compare(
         self, rows: slice, logprobs: Float[Tensor, "C V"], targets: Int[Tensor, " C"]
     ) -> Compared:
-        """See `TeacherRows`."""
         ids = self.ids[rows]
         teacher = self.logprobs[rows].to(logprobs.dtype)
         if ids.shape[1] == logprobs.shape[1]:  # there are no others

@@ -151,7 +151,6 @@ class RunningLength:
         return {"iterations": self.iterations, "mean": self.mean}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``."""
         self.iterations, self.mean = state["iterations"], state["mean"]
 
 
@@ -413,9 +412,9 @@ class StepWatch:
         losses, ratios, mismatch, tokens = collectives.sum(self._sums).tolist()
         anomalies: list[Anomaly] = []
         if own[0] > 0:
-            location = self._place()
+            where = self._place()
             anomalies.append(
-                Anomaly("loss", f"the loss is not finite{f' ({location})' if location else ''}")
+                Anomaly("loss", f"the loss is not finite{f' ({where})' if where else ''}")
             )
         if own[1] > 0:
             anomalies.append(self._largest_ratio())

@@ -140,7 +140,6 @@ class StepGuard:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``."""
         self.skipped, self._recent = state["skipped"], list(state["recent"])
         self.kinds, self._dumped = Counter(state["kinds"]), list(state["dumped"])
         self.lengths.load_state_dict(state["lengths"])

@@ -66,7 +66,6 @@ class ResumingTrackioLogger(KeepsArguments, Logger):
 
     @property
     def name(self) -> str:
-        """Name of the project."""
         return self._project
 
     @property

@@ -210,7 +210,6 @@ class BoundedScale(nn.Module):
         self.log_scale = nn.Parameter(torch.zeros(1))  # an axis, so that it can be split
 
     def forward(self) -> Float[Tensor, " 1"]:
-        """Return the factor."""
         return torch.exp(self.bound * torch.tanh(self.log_scale / self.bound))
 
 

@@ -157,18 +157,14 @@ def check_same_tokens(
         ValueError: They differ; says at which id first.
     """
     own = {index: token for token, index in tokenizer.get_vocab().items()}
-    teacher_tokens = {index: token for token, index in teacher.get_vocab().items()}
-    different = sorted(
-        index
-        for index in own.keys() | teacher_tokens
-        if own.get(index) != teacher_tokens.get(index)
-    )
+    other = {index: token for token, index in teacher.get_vocab().items()}
+    different = sorted(index for index in own.keys() | other if own.get(index) != other.get(index))
     if different:
         first = different[0]
         raise ValueError(
             f"teacher.model {source} has another tokenizer than the policy: of "
-            f"{len(teacher_tokens)} and {len(own)} tokens {len(different)} differ, the first is id "
-            f"{first}, which is {teacher_tokens.get(first)!r} to the teacher and "
+            f"{len(other)} and {len(own)} tokens {len(different)} differ, the first is id "
+            f"{first}, which is {other.get(first)!r} to the teacher and "
             f"{own.get(first)!r} to the policy. Take a teacher of the policy's family, or train on "
             "the teacher's responses with SFT"
         )

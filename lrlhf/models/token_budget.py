@@ -193,5 +193,4 @@ class TokenBudget:
         return {"tokens": self._tokens, "device_bytes": self._size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``."""
         self._tokens, self._size = state["tokens"], state["device_bytes"]

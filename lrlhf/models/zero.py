@@ -89,7 +89,7 @@ def local_partition(weight: Tensor) -> Tensor:
     split: Any = weight
     if _is_held(split):
         raise RuntimeError("a weight's piece was asked for while the whole weight is held")
-    if not _is_released(split):
+    if split.ds_status.name != "NOT_AVAILABLE":
         _offload_of[weight].partition_all_parameters()
     piece: Tensor = split.ds_tensor.detach()
     return piece
@@ -163,10 +163,6 @@ def unshard(model: nn.Module) -> None:
 
 def _offloads_of(weights: list[nn.Parameter]) -> list[Any]:
     return list({id(offload): offload for offload in map(_offload_of.get, weights)}.values())
-
-
-def _is_released(weight: Any) -> bool:
-    return bool(weight.ds_status.name == "NOT_AVAILABLE")
 
 
 def _is_held(weight: Tensor) -> bool:

@@ -77,11 +77,7 @@ def constructor_arguments(instance: object, frame: FrameType | None) -> dict[str
         return arguments
     # of what it passes on to its parent, the frame has only what was given
     parameters = inspect.signature(type(instance)).parameters.values()
-    defaults = {
-        parameter.name: parameter.default
-        for parameter in parameters
-        if parameter.default is not parameter.empty
-    }
+    defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
     return defaults | arguments
 
 
@@ -201,13 +197,13 @@ def build_again(
 
 
 def _instantiated(
-    kind: type, options: Mapping[str, Any], replaced: Mapping[str, Any], where: Path
+    kind: type, options: Mapping[str, Any], changed: Mapping[str, Any], where: Path
 ) -> dict[str, Any]:
     """Make objects of a class's stored arguments."""
     parser = ArgumentParser(exit_on_error=False)
     known = inspect.signature(kind).parameters.values()
     parser.add_class_arguments(
-        kind, "module", skip={*replaced}, instantiate=False, fail_untyped=False
+        kind, "module", skip={*changed}, instantiate=False, fail_untyped=False
     )
     free = {}
     if any(part.kind is inspect.Parameter.VAR_KEYWORD for part in known):

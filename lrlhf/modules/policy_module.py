@@ -607,10 +607,6 @@ def show_arguments(kind: type) -> None:
     # parsers of configs follow ``**options`` to the base, unless a type takes its place
     constructor.__annotations__["options"] = Any
     _, *parameters = inspect.signature(constructor).parameters.values()
-    named = {
-        parameter.name: parameter
-        for parameter in parameters
-        if parameter.kind is not parameter.VAR_KEYWORD
-    }
+    named = {each.name: each for each in parameters if each.kind is not each.VAR_KEYWORD}
     inherited = inspect.signature(PolicyModule).parameters
     kind.__signature__ = inspect.Signature([*(inherited | named).values()])  # type: ignore[attr-defined]

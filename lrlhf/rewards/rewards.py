@@ -172,7 +172,6 @@ class Rewards(KeepsArguments):
 
     @property
     def functions(self) -> dict[str, object]:
-        """The functions by name."""
         return dict(self._functions)
 
     @property
@@ -182,7 +181,6 @@ class Rewards(KeepsArguments):
 
     @property
     def answer_columns(self) -> dict[str, str]:
-        """See `scoring_columns`."""
         return scoring_columns(function for _, function in self._functions)
 
     def asking_for(self, argument: str) -> list[str]:

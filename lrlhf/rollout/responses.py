@@ -42,7 +42,6 @@ class Segment:
 
     @property
     def sampled(self) -> bool:
-        """Whether the policy sampled it."""
         return self.logprobs is not None
 
 

@@ -406,7 +406,6 @@ def _degrees(spread: Variances, prompts: int, seeds: tuple[int, int]) -> float:
 
 
 def _smallest(enough: Callable[[int], bool], most: int) -> int | None:
-    """Return the smallest number from 2 on that is enough."""
     high = 2
     while not enough(high):
         if high >= most:

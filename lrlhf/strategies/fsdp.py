@@ -203,7 +203,7 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
         self._share_from_rank_zero(model)
         offload = CPUOffloadPolicy(pin_memory=self._on_gpu) if self.cpu_offload else OffloadPolicy()
         options: dict[str, Any] = {"mesh": self.mesh, "offload_policy": offload}
-        for head in _heads(model):
+        for head in [part for part in model.modules() if isinstance(part, RewardHead | ValueHead)]:
             # in the precision of their own weights
             fully_shard(head, reshard_after_forward=False, **options)
         options["mp_policy"] = self._mixed_precision()
@@ -330,7 +330,3 @@ def blocks(model: nn.Module) -> list[nn.Module]:
         result.append(part)
         inside |= set(part.modules())
     return result
-
-
-def _heads(model: nn.Module) -> list[nn.Module]:
-    return [part for part in model.modules() if isinstance(part, RewardHead | ValueHead)]

@@ -6,7 +6,7 @@ import copy
 import os
 import pickle
 import sys
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Final
 
@@ -73,10 +73,8 @@ class RayRewards(Rewards):
         completion_ids: Sequence[Sequence[int]],
         columns: Sequence[Mapping[str, Any]],
         *,
-        limited: bool = True,
         on_request: Mapping[str, Sequence[Any]] | None = None,
-        failed: Mapping[int, str] | None = None,
-        group_ids: Sequence[Hashable] | None = None,
+        **options: Any,
     ) -> RewardResult:
         """Score responses, see `Rewards.score`."""
         self.prepare()
@@ -89,11 +87,9 @@ class RayRewards(Rewards):
                 packed(completions),
                 [list(ids) for ids in completion_ids],
                 list(columns),
-                limited=limited,
                 on_request={"episodes": plain_episodes} if plain_episodes else None,
-                failed=failed,
-                group_ids=group_ids,
                 with_own_failures=self._own_failures,
+                **options,
             )
         )
         return result

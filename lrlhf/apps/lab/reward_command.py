@@ -77,7 +77,7 @@ def run_rewards(config: Namespace, build: Callable[[], Rewards]) -> None:
     )
     from lrlhf.cli.checks.mistake import MistakeError  # noqa: PLC0415
     from lrlhf.cli.checks.models import check_models  # noqa: PLC0415
-    from lrlhf.cli.config_entries import is_of_lrlhf, options_of  # noqa: PLC0415
+    from lrlhf.cli.config_entries import is_lrlhf, options_of  # noqa: PLC0415
     from lrlhf.datamodules.rows.media_rows import MediaReader  # noqa: PLC0415
     from lrlhf.media import MediaOptions  # noqa: PLC0415
 
@@ -95,7 +95,7 @@ def run_rewards(config: Namespace, build: Callable[[], Rewards]) -> None:
         (None, None) if trained is None else (trained.tokenizer(), trained.processor())
     )
     data = sections.get("data")
-    options = options_of(data).get("media") if is_of_lrlhf(data) else None
+    options = options_of(data).get("media") if is_lrlhf(data) else None
     media = MediaReader(processor, MediaOptions(**(options or {})))
     try:
         responses = read_response_inputs(path, media, reads_media=reads_media(rewards))

@@ -33,7 +33,6 @@ class WeightCount(NamedTuple):
     size: int = 0
 
     def plus(self, *others: WeightCount) -> WeightCount:
-        """Return the sum."""
         return WeightCount(*map(sum, zip(self, *others, strict=True)))
 
 
@@ -54,7 +53,6 @@ class Weights(NamedTuple):
 
     @property
     def total(self) -> WeightCount:
-        """All of them."""
         return self.trained.plus(self.frozen)
 
 

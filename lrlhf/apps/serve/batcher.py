@@ -116,7 +116,6 @@ class Scorer:
         self._is_learned = isinstance(self._bound.function, LearnedReward)
 
     def load(self) -> Served:
-        """Load the model."""
         function = self._bound.function
         if isinstance(function, RewardFunction):
             function.prepare()

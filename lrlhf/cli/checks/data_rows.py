@@ -15,7 +15,7 @@ from huggingface_hub.constants import HF_HUB_OFFLINE
 
 from lrlhf.cli.checks.mistake import MistakeError
 from lrlhf.cli.checks.models import TrainedModel
-from lrlhf.cli.config_entries import class_of, is_a, is_of_lrlhf, options_of
+from lrlhf.cli.config_entries import class_of, is_a, is_lrlhf, options_of
 from lrlhf.datamodules import HubSource, Source, TextDataModule, Weighted
 from lrlhf.datamodules.core import HasTexts
 from lrlhf.datamodules.loading.sources import resolve_source
@@ -66,7 +66,7 @@ def check_sources(data: Any) -> None:
         return
     options = options_of(data)
     for name in _ENTRIES:
-        for entry in _text_entries(options.get(name)):
+        for entry in [source for source in _sources(options.get(name)) if isinstance(source, str)]:
             try:
                 for source in resolve_source(entry):
                     if isinstance(source, HubSource) and HF_HUB_OFFLINE:
@@ -115,7 +115,7 @@ def check_rows(
     Returns:
         What was seen; None: the rows cannot be had yet, or are of a kind that is not known.
     """
-    if trained is None or not (is_of_lrlhf(data) and is_a(data, TextDataModule)):
+    if trained is None or not (is_lrlhf(data) and is_a(data, TextDataModule)):
         return None
     options = options_of(data)
     if not all(_is_here(source) for name in _ENTRIES for source in _sources(options.get(name))):
@@ -143,7 +143,7 @@ def check_reward_columns(model: Any, columns: frozenset[str]) -> list[str] | Non
         The columns that the functions read; None: there are no rewards, or not of a known kind.
     """
     entry = options_of(model).get("rewards")
-    if not is_of_lrlhf(entry):
+    if not is_lrlhf(entry):
         return None
     metrics = options_of(options_of(model).get("evaluation")).get("metrics")
     places = {("rewards", "functions"): options_of(entry)}
@@ -260,21 +260,17 @@ def _sources(entries: Any) -> list[Any]:
     ]
 
 
-def _text_entries(entries: Any) -> list[str]:
-    return [source for source in _sources(entries) if isinstance(source, str)]
-
-
 def _is_here(source: Any) -> bool:
     """Whether rows can be had at once: from files, or from a class of ours that makes them."""
     if isinstance(source, str):
         resolved: Sequence[Source] = resolve_source(source)
         return HF_HUB_OFFLINE or not any(isinstance(one, HubSource) for one in resolved)
     kind = class_of(source)
-    makes_them = is_of_lrlhf(source) and kind is not None and issubclass(kind, Source)
+    makes_them = is_lrlhf(source) and kind is not None and issubclass(kind, Source)
     if not makes_them or getattr(kind, "prepare", None) is not Source.prepare:
         return False
     nested = [each for each in options_of(source).values() if isinstance(each, Mapping)]
-    return all(map(is_of_lrlhf, (item for item in nested if "class_path" in item)))
+    return all(map(is_lrlhf, (item for item in nested if "class_path" in item)))
 
 
 def check_reward_templates(model: Any, seen: CheckedRows) -> None:
@@ -283,7 +279,7 @@ def check_reward_templates(model: Any, seen: CheckedRows) -> None:
     Of the reward model only the tokenizer is loaded.
     """
     rewards = options_of(model).get("rewards")
-    if not is_of_lrlhf(rewards):
+    if not is_lrlhf(rewards):
         return
     functions = options_of(rewards).get("functions") or []
     rows = [row for split in seen.splits for row in split.rows]

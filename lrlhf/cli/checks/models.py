@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from lrlhf.cli.checks.mistake import MistakeError
-from lrlhf.cli.config_entries import class_of, is_a, is_of_lrlhf, options_of, spec_of
+from lrlhf.cli.config_entries import class_of, is_a, is_lrlhf, options_of, spec_of
 from lrlhf.cli.run_sizes import processes
 from lrlhf.media import MediaProcessor
 from lrlhf.models import (
@@ -94,7 +94,7 @@ def check_models(model: Any) -> TrainedModel | None:
     Returns:
         What is known of the model that is trained; None: the module is not one of this library's.
     """
-    if not is_of_lrlhf(model):
+    if not is_lrlhf(model):
         return None
     options = options_of(model)
     trained, further = None, []
@@ -169,11 +169,11 @@ def _unconverted(source: str) -> Path | None:
 
 
 def _reward_sources(options: Mapping[str, Any]) -> Iterator[str]:
-    if not is_of_lrlhf(options.get("rewards")):
+    if not is_lrlhf(options.get("rewards")):
         return
     functions = options_of(options["rewards"]).get("functions") or []
     for entry in functions.values() if isinstance(functions, Mapping) else functions:
-        if isinstance(entry, Mapping) and is_of_lrlhf(entry):
+        if isinstance(entry, Mapping) and is_lrlhf(entry):
             source = options_of(entry).get("source")
             if isinstance(source, str):
                 yield source

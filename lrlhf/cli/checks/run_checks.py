@@ -35,7 +35,7 @@ from lrlhf.cli.checks.trainer_options import (
     check_wandb,
     entries_of,
 )
-from lrlhf.cli.config_entries import class_of, is_a, is_of_lrlhf, options_of
+from lrlhf.cli.config_entries import class_of, is_a, is_lrlhf, options_of
 from lrlhf.cli.run_sizes import has_batch_plan, planned_batches, processes, training_steps
 from lrlhf.datamodules import RowDataModule
 from lrlhf.datamodules.loading.splits import FirstRows
@@ -186,7 +186,7 @@ def check_batches(model: Any, data: Any) -> None:
     if data is None:
         owner = class_of(model)
         own = getattr(owner, "train_dataloader", None)
-        if is_of_lrlhf(model) and own is L.LightningModule.train_dataloader:
+        if is_lrlhf(model) and own is L.LightningModule.train_dataloader:
             kinds = " or ".join(_modules_with(_accepted_batches(owner))) or "one"
             raise MistakeError(("data",), f"there is no data module; give {kinds}")
         return
@@ -225,7 +225,7 @@ def check_engine(model: Any, ranks: Quantity | None) -> None:
         ranks: Processes of the run; None: not known.
     """
     options = options_of(model)
-    if not (is_of_lrlhf(model) and "engine" in options):
+    if not (is_lrlhf(model) and "engine" in options):
         return
     engine = options["engine"]
     if options.get("max_staleness") and engine is None:
@@ -296,7 +296,7 @@ def check_sizes(model: Any, data: Any, ranks: Quantity) -> BatchPlan | None:
         The sizes of an iteration; None: the module has none.
     """
     options, batch_size = options_of(model), options_of(data).get("batch_size")
-    if not (is_of_lrlhf(model) and has_batch_plan(options) and isinstance(batch_size, int)):
+    if not (is_lrlhf(model) and has_batch_plan(options) and isinstance(batch_size, int)):
         return None
     try:
         return planned_batches(batch_size, model, ranks)

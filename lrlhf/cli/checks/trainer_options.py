@@ -99,11 +99,8 @@ def check_devices(trainer: Mapping[str, Any]) -> None:
     if trainer["accelerator"] not in ("auto", "gpu", "cuda") or not CUDAAccelerator.is_available():
         return
     here, devices = CUDAAccelerator.auto_device_count(), trainer["devices"]
-    numbers = (
-        [device for device in devices if isinstance(device, int)]
-        if isinstance(devices, list)
-        else []
-    )
+    listed = devices if isinstance(devices, list) else []
+    numbers = [device for device in listed if isinstance(device, int)]
     if count > here or any(number >= here for number in numbers):
         raise MistakeError(
             key, f"{devices} is asked for, and this machine has {here} GPU(s), counted from 0"

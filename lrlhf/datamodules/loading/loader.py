@@ -248,7 +248,6 @@ class BalancedOrder:
 
     @property
     def seed(self) -> int:
-        """Of the other order."""
         return self.order.seed
 
     def __len__(self) -> int:

@@ -292,13 +292,13 @@ def _is_list_of_sources(value: Any) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, list | tuple) and not rows
 
 
-def components_of(entries: Entries, what: str = "data") -> list[Component]:
+def components_of(entries: Entries) -> list[Component]:
     """Resolve what a user gave as ``train`` or ``val``.
 
     Raises:
         ValueError: A file is missing, or some entries have a weight and some none.
     """
-    weighted = entries_of(entries, what)
+    weighted = entries_of(entries, "data")
     without = [entry.source for entry in weighted if entry.weight is None]
     if 0 < len(without) < len(weighted):
         raise ValueError(

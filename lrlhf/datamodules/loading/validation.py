@@ -179,13 +179,11 @@ class ValidationData(Generic[RowT]):
             fraction=self.fraction,
             seed=self.seed,
         )
-        remaining, held_out = (
-            replace(train, rows=[train.rows[row] for row in rows]) for rows in split
-        )
+        kept, held_out = (replace(train, rows=[train.rows[k] for k in rows]) for rows in split)
         rank_zero_only(logger.info)(
             "held out %d of %d rows for validation", len(held_out.rows), len(train.rows)
         )
-        return remaining, {"": held_out}
+        return kept, {"": held_out}
 
 
 def check_options(sets: Iterable[NamedSet], known: Mapping[str, object], owner: str) -> None:

@@ -74,9 +74,7 @@ class Readable(Protocol):
     """A row whose texts may show something."""
 
     @property
-    def texts(self) -> Sequence[TokenizedText]:
-        """Its texts."""
-        ...
+    def texts(self) -> Sequence[TokenizedText]: ...
 
     def with_media(self, reader: MediaReader) -> Self:
         """Return the row with its media read, or raise `BadRow`."""
@@ -307,7 +305,6 @@ class MediaReader:
                 self.processor.check(deferred.text.text, deferred.refs)
 
     def limited(self, max_tokens: int | None, setting: str, remedy: str = "") -> MediaReader:
-        """Return a reader with another limit of tokens."""
         return replace(self, max_tokens=(max_tokens, setting), remedy=remedy)
 
     def _refs(self, media: Mapping[str, Sequence[Any]], folder: Path | None) -> MediaRefs:

@@ -404,11 +404,9 @@ class PreferenceParser:
             )
         before = self.chat.opened(prompt, row) if prompt else ""
         texts, spans = [], []
-        for conversation in conversations:
-            texts.append(Text(self.chat.render(conversation, row, prompt=False), True))
-            spans.append(
-                self.chat.answer_spans(conversation, row, start) if self.answers_only else None
-            )
+        for chat in conversations:
+            texts.append(Text(self.chat.render(chat, row, prompt=False), True))
+            spans.append(self.chat.answer_spans(chat, row, start) if self.answers_only else None)
         pair = TextPair(
             Text(before, True),
             (texts[0], texts[1]),

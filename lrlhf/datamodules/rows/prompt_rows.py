@@ -96,27 +96,19 @@ def without_prompt(
         BadRow: A user has the last word in the prompt, the candidate begins with another turn of a
             user or system, and the prompt is not in it.
     """
-    prefix, turns = (
-        [_turn_text(turn) for turn in prompt],
-        [_turn_text(turn) for turn in candidate],
-    )
+    head, turns = ([_turn_text(turn) for turn in prompt], [_turn_text(turn) for turn in candidate])
     repeats = turns[0][0] in _BEFORE_ANSWERS
-    for start in range(len(turns) - len(prefix) + 1 if repeats else 1):
-        if prefix and turns[start : start + len(prefix)] == prefix:
-            end = start + len(prefix)
+    for start in range(len(turns) - len(head) + 1 if repeats else 1):
+        if head and turns[start : start + len(head)] == head:
+            end = start + len(head)
             return tuple(candidate[:end]), tuple(candidate[end:])
-    if (
-        prefix
-        and prefix[0][0] == "system"
-        and prefix[1:]
-        and turns[: len(prefix) - 1] == prefix[1:]
-    ):
-        return tuple(prompt), tuple(candidate[len(prefix) - 1 :])
-    if repeats and prefix and prefix[-1][0] == "user":
+    if head and head[0][0] == "system" and head[1:] and turns[: len(head) - 1] == head[1:]:
+        return tuple(prompt), tuple(candidate[len(head) - 1 :])
+    if repeats and head and head[-1][0] == "user":
         raise BadRow(
             "prompt not in the conversation",
             f"column {column!r} begins with {turns[0][0]} {shown(turns[0][1])} and does not hold "
-            f"the prompt, which ends with user {shown(prefix[-1][1])}",
+            f"the prompt, which ends with user {shown(head[-1][1])}",
             remedy="name the right column in `prompt_column`",
         )
     return tuple(prompt), tuple(candidate)

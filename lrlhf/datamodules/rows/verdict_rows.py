@@ -87,7 +87,8 @@ def read_pair(row: Row, labels: LabelReader, prompt_column: str = "prompt") -> R
     split = split_pair(row, prompt_column, names, hh_as_chat=True)
     turns = split.prompt if isinstance(split, PairTurns) else ()
     first, second = (
-        CandidateMedia(_content(each), _nothing()) for each in (split.first, split.second)
+        CandidateMedia(_content(each), {kind: [] for kind in KINDS})
+        for each in (split.first, split.second)
     )
     return RatedPair(
         _prompt_turns(split.prompt, row),
@@ -139,10 +140,6 @@ def _content(answer: str | tuple[Message, ...]) -> str:
     if not text.strip():
         raise BadRow("empty text", "a candidate has no text after the shared prompt")
     return text.strip()
-
-
-def _nothing() -> MediaByKind:
-    return {kind: [] for kind in KINDS}
 
 
 def _digest(media: MediaByKind) -> str:

@@ -161,18 +161,14 @@ def _note_places(model: PreTrainedModel, report: dict[str, Any], files: list[Pat
         return "its weights are not all in its files"
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
     conversions = vars(model)["_weight_conversions"]
-    converters = [
-        conversion for conversion in conversions if isinstance(conversion, WeightConverter)
-    ]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
     if not all(map(_stacks_experts, converters)):
         return "its weights are stored in another layout than it computes with"
     names = _stored_names(model, state, files, conversions)
     again = model.all_tied_weights_keys.items()
     if any(name in names and other in names for name, other in again):
         return "its tied weights are stored twice"
-    by_pattern = {
-        pattern: operation for operation in converters for pattern in operation.source_patterns
-    }
+    by_pattern = {key: each for each in converters for key in each.source_patterns}
     noted: set[int] = set()
     for name, stored in names.items():
         path, _, attribute = name.rpartition(".")

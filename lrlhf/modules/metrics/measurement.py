@@ -49,11 +49,8 @@ def measured_share(name: str, outcomes: Outcomes) -> Measurement:
 def logged_values(measurements: Iterable[Measurement]) -> dict[str, float]:
     """Return what is logged: of what measures answers, the ends of the interval too."""
     values = {}
-    for measurement in measurements:
-        values[measurement.name] = measurement.value
-        if measurement.headline and not math.isnan(measurement.low):
-            values |= {
-                f"{measurement.name}_low": measurement.low,
-                f"{measurement.name}_high": measurement.high,
-            }
+    for each in measurements:
+        values[each.name] = each.value
+        if each.headline and not math.isnan(each.low):
+            values |= {f"{each.name}_low": each.low, f"{each.name}_high": each.high}
     return values

@@ -174,19 +174,19 @@ class Evaluator:
         """
         records: list[dict[str, Any]] = []
         numbers = _numbers(batch, batch_idx, it)
-        for sampling_pass in self._passes:
-            seeds = self._seeds(numbers, sampling_pass.num_samples)
+        for setting in self._passes:
+            seeds = self._seeds(numbers, setting.num_samples)
             prompts = [_Responses() for _ in range(len(batch))]
-            groups = self._groups(sampling_pass, name)
-            for first in range(0, sampling_pass.num_samples, self._at_once):
+            groups = self._groups(setting, name)
+            for first in range(0, setting.num_samples, self._at_once):
                 chosen = [seed for own in seeds for seed in own[first : first + self._at_once]]
-                collected = self._sampler.answer(batch, sampling_pass.sampling, chosen, it)
+                collected = self._sampler.answer(batch, setting.sampling, chosen, it)
                 if self._distance is not None:
                     collected = collected.with_extra_values(self._distance(collected.rollout, it))
-                samples = [*self._taken(collected, prompts, sampling_pass, first)]
+                samples = [*self._taken(collected, prompts, setting, first)]
                 records += samples
                 self._observe(samples, collected.rollout.truncated.tolist(), numbers, groups)
-            results = (self._measured(responses, sampling_pass) for responses in prompts)
+            results = (self._measured(responses, setting) for responses in prompts)
             self._results += [PromptResult(groups, values) for values in results]
         return records
 
@@ -235,15 +235,9 @@ class Evaluator:
     def metric_names(self, sets: Sequence[str]) -> set[str]:
         """Return the names of all metrics that an evaluation of some validation sets can have."""
         names: set[str] = set()
-        for sampling_pass in self._passes:
-            values = {
-                _SCORE,
-                *self._names,
-                _LENGTH,
-                _TRUNCATED,
-                *self._names_together(sampling_pass),
-            }
-            prefixes = {group for name in sets for group in self._groups(sampling_pass, name)}
+        for setting in self._passes:
+            values = {_SCORE, *self._names, _LENGTH, _TRUNCATED, *self._names_together(setting)}
+            prefixes = {group for name in sets for group in self._groups(setting, name)}
             names |= {f"eval/{prefix}{value}" for prefix in prefixes for value in values}
             shares = [
                 f"{name}/{share}"

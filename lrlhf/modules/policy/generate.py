@@ -408,7 +408,7 @@ class TextGenerator:
     ) -> tuple[PromptBatch, Rollout]:
         """Return the prompts of `answer` as a batch, and the responses to them."""
         device = device_of(self._policy.model)
-        pad_id = _pad_id(self.tokenizer.pad_token_id)
+        pad_id = int(self.tokenizer.pad_token_id)
         prompts = collate_prompts(rows, pad_token_id=pad_id).to(device)
         self._engine.attach(*self._policy)
         n = len(seeds) // len(rows)
@@ -493,10 +493,6 @@ def changed_sampling(sampling: Sampling, options: Mapping[str, Any]) -> Sampling
         stop = changed["stop"]
         changed["stop"] = (stop,) if isinstance(stop, str) else tuple(stop or ())
     return replace(sampling, **changed)
-
-
-def _pad_id(pad_id: Any) -> int:
-    return pad_id if isinstance(pad_id, int) else 0  # the mask says what is padding
 
 
 def read_fitting(

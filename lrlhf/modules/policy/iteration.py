@@ -64,7 +64,6 @@ class BatchPlan:
 
     @property
     def prompts(self) -> int:
-        """Prompts of all processes."""
         return self.prompts_per_rank * self.world_size
 
     @property

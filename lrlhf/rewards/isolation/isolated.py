@@ -278,7 +278,6 @@ def _signature(greeting: Mapping[str, Any]) -> inspect.Signature:
 
 
 def _request(arguments: Mapping[str, Any], rows: Sequence[int], seconds: float) -> dict[str, Any]:
-    """Return the request for the responses of ``rows``."""
     data = {
         name: {key: [column[row] for row in rows] for key, column in values.items()}
         if name == OTHER_REWARDS and isinstance(values, Mapping)

@@ -267,7 +267,6 @@ class JudgePrompts:
         yield from (Comparison((order, order[::-1])) for order in pairs)
 
     def text(self, batch: Batch, question: JudgeRequest) -> str:
-        """Return the text of a question."""
         own = question.about
         return self._template.render(
             prompt=prompt_text(batch.prompts[own]),

@@ -458,7 +458,6 @@ class ReplyCache:
             return {each: Reply(row[0], finished=bool(row[1])) for each, row in rows if row}
 
     def add(self, replies: Mapping[bytes, Reply]) -> None:
-        """Store replies."""
         if self._path is None or not replies:
             return
         with self._open(self._path) as database:

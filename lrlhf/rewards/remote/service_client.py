@@ -563,7 +563,6 @@ class Services(list[Service]):
             )
 
     def last_errors(self) -> str:
-        """Return the last error of each service."""
         return "; ".join(
             f"{service.url}: {service.last_error or 'no request reached it in time'}"
             for service in self

@@ -76,7 +76,6 @@ class RolloutEngine(KeepsArguments, ABC):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Capabilities of the engine."""
         return Capabilities()
 
     @abstractmethod

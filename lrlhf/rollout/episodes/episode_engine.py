@@ -121,7 +121,6 @@ class EpisodeEngine(EngineWrapper):
         super().close()
 
     def close_environments(self) -> None:
-        """Close all environments."""
         for session in [*self._open]:
             self._release(session)
         self._finish_closing()

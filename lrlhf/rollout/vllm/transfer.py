@@ -73,7 +73,6 @@ class BreakableGroup:
             self._lock.release()
 
     def destroy(self) -> None:
-        """Leave the group."""
         self.break_off(EngineFailure("the connection for weights was closed"))
 
 

@@ -116,14 +116,11 @@ def newest_intact(
 
 def _in_order(candidates: Sequence[_Candidate], folder: Path, last: str) -> list[_Candidate]:
     name = re.compile(rf"{re.escape(last)}(-v\d+)?")
-    lasts = [
-        candidate
-        for candidate in candidates
-        if candidate.path.parent == folder and name.fullmatch(candidate.path.stem)
-    ]
-    lasts.sort(key=lambda item: item.version, reverse=True)
+    inside = [each for each in candidates if each.path.parent == folder]
+    lasts = [each for each in inside if name.fullmatch(each.path.stem)]
+    lasts.sort(key=lambda each: each.version, reverse=True)
     others = [each for each in candidates if each not in lasts]
-    others.sort(key=lambda one: (one.step, one.version), reverse=True)
+    others.sort(key=lambda each: (each.step, each.version), reverse=True)
     # saved right after the last one, by a process that was killed before it called it so
     unnamed = [other for other in others if lasts and _follows(other, lasts[0])]
     return [*unnamed, *lasts, *others]

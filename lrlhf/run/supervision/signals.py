@@ -233,13 +233,9 @@ def _usable_afterwards(run: Callable[..., R]) -> Callable[..., R]:
 
     @functools.wraps(run)
     def running(self: L.Trainer, *args: Any, **options: Any) -> R:
-        call_arguments = signature.bind(self, *args, **options).arguments
-        with quiet(), _put_back(self, call_arguments.get("model")):
-            if (
-                run.__name__ == "fit"
-                and call_arguments.get("ckpt_path") is None
-                and self.global_step > 0
-            ):
+        call = signature.bind(self, *args, **options).arguments
+        with quiet(), _put_back(self, call.get("model")):
+            if run.__name__ == "fit" and call.get("ckpt_path") is None and self.global_step > 0:
                 _logger.info("%s", _what_another_fit_does(self))
             return run(self, *args, **options)
 

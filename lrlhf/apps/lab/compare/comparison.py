@@ -267,7 +267,6 @@ class RunComparison(NamedTuple):
 
     @property
     def seeds(self) -> tuple[int, int]:
-        """Runs of each side."""
         return len(self.a.evaluations), len(self.b.evaluations)
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -24,7 +22,8 @@ from lrlhf.apps.lab.compare.comparison import (
 )
 from lrlhf.apps.lab.compare.configs import ConfigDiff, config_diff, same_seeds
 from lrlhf.apps.lab.compare.evaluations import read_evaluation
-from lrlhf.apps.lab.run_files import RunFiles, complete_lines
+from lrlhf.apps.lab.report_files import plain_json
+from lrlhf.apps.lab.run_files import RunFiles
 from lrlhf.secrets import escaped
 
 _SECONDS = "_s"
@@ -58,12 +57,17 @@ def cost_of(folder: Path) -> Cost:
     Raises:
         ValueError: A file is damaged; names it.
     """
-    metrics, timings = (_columns(folder / name) for name in ("metrics.csv", "timings.csv"))
-    steps = int(max(metrics["step"])) if metrics.get("step") else None
-    columns = metrics | timings
+    run = RunFiles(folder)
+    curves = run.curves()
+    steps = max((step for curve in curves.values() for step in curve), default=None)
+    columns = {
+        name: finite
+        for name, curve in curves.items()
+        if (finite := [*filter(math.isfinite, curve.values())])
+    }
     peaks = [max(own) / _GIB for name, own in columns.items() if name.endswith(_PEAK)]
     peaks += columns.get(_OWN_PEAK, [])
-    lengths = [record.get("length") for record in RunFiles(folder).responses()]
+    lengths = [record.get("length") for record in run.responses()]
     counted = [length for length in lengths if isinstance(length, int)]
     return Cost(
         steps=steps,
@@ -82,25 +86,6 @@ def cost_of(folder: Path) -> Cost:
 
 def _is_phase(name: str) -> bool:
     return name.startswith("perf/") and name.endswith(_SECONDS) and not name.endswith("_per_s")
-
-
-def _columns(path: Path) -> dict[str, list[float]]:
-    """Return the finite numbers of each column; of a file that is not there: nothing."""
-    columns: dict[str, list[float]] = {}
-    if not path.exists():
-        return columns
-    lines = (line.decode() for _, line in complete_lines(path))
-    for row in csv.DictReader(lines):
-        for name, cell in row.items():
-            if not cell:
-                continue
-            try:
-                value = float(cell)
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"{path}: {name} is '{cell}', which is no number") from error
-            if math.isfinite(value):
-                columns.setdefault(name, []).append(value)
-    return columns
 
 
 class Report(NamedTuple):
@@ -334,15 +319,15 @@ def as_json(report: Report, *, step: str = "last") -> dict[str, Any]:
             "main": _row(one.main),
             "others": [_row(row) for row in one.others],
             "subsets": [_row(row) for row in one.subsets],
-            "power": None if one.power is None else _plain(one.power),
-            "config": _plain(diff),
+            "power": None if one.power is None else plain_json(one.power),
+            "config": plain_json(diff),
             "prompts": list(_prompts(one)),
         }
         for one, letters, diff in zip(
             report.comparisons, report.letters, report.configs, strict=True
         )
     ]
-    costs = {folder: _plain(cost) for folder, cost in report.costs.items()}
+    costs = {folder: plain_json(cost) for folder, cost in report.costs.items()}
     return {"comparisons": comparisons, "costs": costs, "notes": list(notes(report, step))}
 
 
@@ -355,7 +340,7 @@ def _side(side: Side) -> dict[str, Any]:
 
 
 def _row(row: Row) -> dict[str, Any]:
-    plain_row: dict[str, Any] = _plain(row)
+    plain_row: dict[str, Any] = plain_json(row)
     return plain_row
 
 
@@ -365,18 +350,6 @@ def _prompts(comparison: RunComparison) -> Iterator[dict[str, Any]]:
     for index, prompt in enumerate(comparison.matched.prompts):
         yield {
             "key": list(prompt.key),
-            "a": _plain(a[:, index].tolist()),
-            "b": _plain(b[:, index].tolist()),
+            "a": plain_json(a[:, index].tolist()),
+            "b": plain_json(b[:, index].tolist()),
         }
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "_asdict"):
-        value = value._asdict()
-    if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -80,8 +80,7 @@ def notes(comparison: RunComparison, a: str = "A", b: str = "B") -> Iterator[str
             "averaged, or judged together: they are no further prompts."
         )
     steps = [
-        sorted({evaluation.step for evaluation in side.evaluations})
-        for side in (comparison.a, comparison.b)
+        sorted({each.step for each in side.evaluations}) for side in (comparison.a, comparison.b)
     ]
     if steps[0] != steps[1]:
         first, second = (", ".join(map(str, step)) for step in steps)

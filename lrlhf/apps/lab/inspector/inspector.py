@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lrlhf.apps.lab.page.page import packed, write_document
+from lrlhf.apps.lab.report_files import plain_json
 from lrlhf.apps.lab.run_files import RunFiles, complete_lines, record_of, records
 from lrlhf.media import MediaError, MediaOptions, read_image
 
@@ -143,7 +144,9 @@ class Texts:
 
     def json_number(self, value: Any) -> int:
         """Return the number of a value as JSON; of one that is empty: `NOTHING`."""
-        return NOTHING if value in (None, "", [], {}) else self.number(json.dumps(plain(value)))
+        return (
+            NOTHING if value in (None, "", [], {}) else self.number(json.dumps(plain_json(value)))
+        )
 
 
 def short_number(value: Any) -> float | int | None:
@@ -153,15 +156,6 @@ def short_number(value: Any) -> float | int | None:
     if not isinstance(value, float) or not math.isfinite(value):
         return None
     return float(f"{value:.{_DIGITS}g}")
-
-
-def plain(value: Any) -> Any:
-    """Return a value that JSON has read, with None for the numbers that browsers refuse."""
-    if isinstance(value, dict):
-        return {key: plain(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [plain(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 _BINS = 10
@@ -391,7 +385,7 @@ class Responses:
         numbers = ((key, texts.json_number(value)) for key, value in more)
         self._fill(self._more, numbers, NOTHING)
         if _are_tokens(tokens := record.get("tokens")):
-            self._tokens[self.size] = plain(tokens)
+            self._tokens[self.size] = plain_json(tokens)
         self.size += 1
 
     def _fill(
@@ -404,7 +398,6 @@ class Responses:
             column.extend([missing] * (self.size + 1 - len(column)))
 
     def page_data(self) -> dict[str, Any]:
-        """Return what the page reads."""
         return {
             "size": self.size,
             "columns": self._columns,

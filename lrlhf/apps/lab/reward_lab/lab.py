@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lrlhf.apps.lab.page import Chart, Number, Section, Table, Text, write_page
+from lrlhf.apps.lab.report_files import plain_json
 from lrlhf.apps.lab.reward_lab.responses import Response
 from lrlhf.statistics.correlation import Correlation, ranks, spearman_interval
 from lrlhf.statistics.intervals import share_interval
@@ -349,7 +350,7 @@ def as_text(lab: Lab) -> str:
 
 def as_json(lab: Lab) -> dict[str, Any]:
     """Return the report in JSON types: all figures, and the places of all rows without a value."""
-    plain: dict[str, Any] = _plain(
+    plain: dict[str, Any] = plain_json(
         {
             "what": DISCLAIMER,
             "responses": lab.responses,
@@ -367,9 +368,9 @@ def as_json(lab: Lab) -> dict[str, Any]:
             "short_and_high": _rows_json(lab.short_and_high),
             "disputed": _rows_json(lab.disputed),
             "slowest": _rows_json(lab.slowest),
-            "times": [time._asdict() for time in lab.times],
+            "times": lab.times,
             "failures": dict(lab.failures),
-            "steps": [step._asdict() for step in lab.steps],
+            "steps": lab.steps,
         }
     )
     return plain
@@ -382,7 +383,7 @@ def _part_json(part: RewardStats) -> dict[str, Any]:
         "missing": _share_json(part.missing),
         "within_groups": part.within_groups,
         "no_signal": _share_json(part.no_signal),
-        "with_length": part.with_length._asdict(),
+        "with_length": part.with_length,
     }
 
 
@@ -401,15 +402,6 @@ def _rows_json(rows: Sequence[OddRow]) -> list[dict[str, Any]]:
         }
         for row in rows
     ]
-
-
-def _plain(value: Any) -> Any:
-    """Replace what JSON has no form for: NaN becomes null."""
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def as_page(lab: Lab, path: str | Path, title: str) -> Path:
@@ -474,7 +466,7 @@ def _overview(lab: Lab) -> list[Text | Table]:
 
 
 def _without_nan(rows: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    return [[_plain(cell) for cell in row] for row in rows]
+    return [[plain_json(cell) for cell in row] for row in rows]
 
 
 def _histogram(lab: Lab, part: RewardStats) -> Chart:
@@ -488,12 +480,12 @@ def _steps_text(lab: Lab) -> list[Text | Table | Chart]:
     steps = [step.step for step in lab.steps]
     means = [
         {"type": "scatter", "mode": "lines", "name": name, "x": steps,
-         "y": [_plain(each.means[name]) for each in lab.steps]}
+         "y": [plain_json(each.means[name]) for each in lab.steps]}
         for name in lab.values
     ]  # fmt: skip
     shares = [
         {"type": "scatter", "mode": "lines", "name": what, "x": steps,
-         "y": [_plain(getattr(item, attribute)) for item in lab.steps]}
+         "y": [plain_json(getattr(item, attribute)) for item in lab.steps]}
         for what, attribute in (
             ("responses without score", "missing"), ("prompts without signal", "no_signal"),
             ("rank correlation of score and length", "with_length"),
@@ -526,7 +518,7 @@ def _cells(part: RewardStats) -> list[Any]:
     return [
         part.name,
         _percent(part.missing),
-        *(_plain(float(value)) for value in part.distribution[:-1]),
+        *(plain_json(float(value)) for value in part.distribution[:-1]),
         part.distribution.distinct,
         _number(part.within_groups, f"{part.within_groups:.1%}"),
         _percent(part.no_signal),
@@ -581,7 +573,9 @@ def _lines(lab: Lab) -> Iterator[str]:
         f"{t.response_p50:.3g}, p99 {t.response_p99:.3g} ({t.calls} calls)"
         for t in lab.times
     ])  # fmt: skip
-    yield from _block(_title("steps", lab.steps, _STEPS_IN_TEXT), [
+    several = f", {_STEPS_IN_TEXT} of {len(lab.steps)} (--json has all)"
+    title = f"steps{several if len(lab.steps) > _STEPS_IN_TEXT else ''}"
+    yield from _block(title, [
         f"{item.step}: score {item.means[SCORE]:.4g}, without score {item.missing:.1%}, prompts "
         f"without signal {item.no_signal:.1%}, correlation with length "
         + ("undefined" if math.isnan(item.with_length) else f"{item.with_length:.2f}")
@@ -603,10 +597,6 @@ def _lines(lab: Lab) -> Iterator[str]:
 def _block(title: str, lines: Sequence[str]) -> Iterator[str]:
     if lines:
         yield from ("", title, *(f"  {line}" for line in lines))
-
-
-def _title(what: str, rows: Sequence[Any], most: int) -> str:
-    return what if len(rows) <= most else f"{what}, {most} of {len(rows)} (--json has all)"
 
 
 def _spread(steps: Sequence[Any]) -> Sequence[Any]:
