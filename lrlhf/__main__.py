@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
 
-from lrlhf.cli.command_table import COMMANDS, Takes
+from lrlhf.cli.command_table import COMMANDS, CommandKind
 from lrlhf.threads import spin_briefly
 
 _REFUSED = 2
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if shown := import_module("lrlhf.cli.help_texts").help_text(arguments[0]):
             sys.stdout.write(shown)
             return 0
-        if command.takes is not Takes.FIT:
+        if command.kind is not CommandKind.FIT:
             import_module(command.module).parser().print_help()
             return 0
     arguments = ["--help" if argument == "--help.all" else argument for argument in arguments]

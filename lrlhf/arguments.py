@@ -13,7 +13,7 @@ from lrlhf.options.conversion import converting, parameters_of
 from lrlhf.secrets import HIDDEN, hide, is_secret_name
 
 _MISSING: Final = inspect.Parameter.empty
-_GIVEN: Final = "_given_arguments"
+_ARGUMENTS: Final = "_given_arguments"
 _BUILT: Final = "_is_constructed"
 _MOST: Final = 6
 """Entries of a longer list are not all shown."""
@@ -88,7 +88,7 @@ def _keeping(init: Callable[..., None]) -> Callable[..., None]:
         if getattr(type(self).__init__, "__wrapped__", None) is not constructor:  # of a subclass
             init(self, *args, **options)
             return
-        self.__dict__[_GIVEN] = _bound(signature, self, args, options)
+        self.__dict__[_ARGUMENTS] = _bound(signature, self, args, options)
         init(self, *args, **options)
         self.__dict__[_BUILT] = True
 
@@ -102,9 +102,9 @@ def _bound(
         bound = signature.bind(instance, *args, **options).arguments
     except TypeError:  # the constructor itself says it better
         return {}
-    _, *given = bound.items()
+    _, *values = bound.items()
     named: dict[str, Any] = {}
-    for name, value in given:
+    for name, value in values:
         variable = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
         named |= value if variable else {name: value}
     return named
@@ -115,14 +115,14 @@ def given_arguments(instance: object) -> Mapping[str, Any] | None:
 
     Defaults are left out, but not those of a dataclass.
     """
-    given: Mapping[str, Any] | None = getattr(instance, _GIVEN, None)
-    if given is None and is_dataclass(instance):
+    arguments: Mapping[str, Any] | None = getattr(instance, _ARGUMENTS, None)
+    if arguments is None and is_dataclass(instance):
         return {
             field.name: getattr(instance, field.name) for field in fields(instance) if field.init
         }
-    if given is None and isinstance(instance, KeepsArguments):
+    if arguments is None and isinstance(instance, KeepsArguments):
         return None if inspect.signature(type(instance)).parameters else {}
-    return given
+    return arguments
 
 
 def all_arguments(instance: object) -> dict[str, Any]:
@@ -140,12 +140,12 @@ def described(kind: type, arguments: Mapping[str, Any]) -> str:
 
 
 def _named(name: object, value: Any) -> str:
-    return brief(
+    return short_text(
         HIDDEN if value and isinstance(value, str) and is_secret_name(str(name)) else value
     )
 
 
-def brief(value: Any) -> str:
+def short_text(value: Any) -> str:
     """Write a value in a few words."""
     if is_dataclass(value) and not isinstance(value, type):
         return described(type(value), changed_fields(value))
@@ -153,7 +153,7 @@ def brief(value: Any) -> str:
         return "{" + ", ".join(f"{key!r}: {_named(key, part)}" for key, part in value.items()) + "}"
     if isinstance(value, list | tuple) and len(value) <= _MOST:
         marks = "[]" if isinstance(value, list) else "()"
-        return marks[0] + ", ".join(map(brief, value)) + marks[1]
+        return marks[0] + ", ".join(map(short_text, value)) + marks[1]
     if inspect.isroutine(value):
         return str(value.__qualname__)
     if isinstance(value, KeepsArguments):

@@ -229,12 +229,12 @@ class _Filters(dict[str, Any]):
 
 def _concat(blocks: Iterable[str]) -> str:
     """Join what a template, a macro or a block writes."""
-    letters, taken = 0, []
+    letters, pieces = 0, []
     for block in blocks:
         letters += len(block)
         _check_size(letters)
-        taken.append(block)
-    return "".join(taken)
+        pieces.append(block)
+    return "".join(pieces)
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
@@ -275,7 +275,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         elif operator == "**":
             _check_bits(_bits(left) * _number(right))
         elif operator == "*":
-            texts = [one for one in (left, right) if hasattr(one, "__len__")]
+            texts = [each for each in (left, right) if hasattr(each, "__len__")]
             if texts:
                 _check_size(_weight(texts[0]) * max(_number(left), _number(right)))
             else:
@@ -342,8 +342,8 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
             _check_filter(name, value, args, kwargs)
         first = {"context": context, "environment": context.environment}
         first["eval_context"] = context.eval_ctx
-        given = [first[passed]] if passed else []
-        result = function(*given, value, *args, **kwargs)
+        first_argument = [first[passed]] if passed else []
+        result = function(*first_argument, value, *args, **kwargs)
         _check_size(_length(result))
         return result
 
@@ -366,8 +366,8 @@ def _check_filter(name: str, value: Any, args: Any, kwargs: Any) -> None:
         _check_size(weight * max(_longest(args, kwargs, numbers=False), 1))
 
 
-def _argument(args: Any, kwargs: Any, place: int, name: str) -> Any:
-    return args[place] if len(args) > place else kwargs.get(name, "")
+def _argument(args: Any, kwargs: Any, position: int, name: str) -> Any:
+    return args[position] if len(args) > position else kwargs.get(name, "")
 
 
 def _check_replaced(text: str, args: Any, kwargs: Any) -> None:
@@ -388,9 +388,9 @@ def _lines(text: str) -> int:
 
 def _longest(args: Any, kwargs: Any, *, numbers: bool = True) -> float:
     """The letters of the longest argument, or how many a number says."""
-    given = [*args, *kwargs.values()]
-    texts = [_weight(one) for one in given if hasattr(one, "__len__")]
-    return max([*texts, *map(_number, given if numbers else ())], default=0)
+    values = [*args, *kwargs.values()]
+    texts = [_weight(value) for value in values if hasattr(value, "__len__")]
+    return max([*texts, *map(_number, values if numbers else ())], default=0)
 
 
 def _check_pieces(places: int, pieces: Iterable[Any]) -> None:
@@ -410,14 +410,14 @@ def _weight(value: Any) -> int:
     rest: list[Any] = [(value,)]
     while rest and letters <= MAX_LETTERS:
         holder = rest.pop()
-        for one in chain(holder, holder.values()) if isinstance(holder, Mapping) else holder:
-            if isinstance(one, str):
-                letters += len(one)
-            elif isinstance(one, _HOLDERS):
-                letters += 16 + 2 * len(one)  # by which this ends soon where a few hold many
-                rest.append(one)
-            elif isinstance(one, Namespace):
-                rest.append(one._Namespace__attrs)
+        for each in chain(holder, holder.values()) if isinstance(holder, Mapping) else holder:
+            if isinstance(each, str):
+                letters += len(each)
+            elif isinstance(each, _HOLDERS):
+                letters += 16 + 2 * len(each)  # by which this ends soon where a few hold many
+                rest.append(each)
+            elif isinstance(each, Namespace):
+                rest.append(each._Namespace__attrs)
                 letters += 16
     return letters
 

@@ -136,11 +136,11 @@ def refuse_foreign_code(config: Any, where: Path, *, trusted: bool) -> None:
     Raises:
         ValueError: It would; names the code, and the flag that consents.
     """
-    found = list(foreign_code(config))
-    if found and not trusted:
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    foreign = list(foreign_code(config))
+    if foreign and not trusted:
+        more = f" (and {len(foreign) - 1} more)" if len(foreign) > 1 else ""
         raise ValueError(
-            f"{where}: {found[0]}{more}, and a file that came with a model does not decide what "
+            f"{where}: {foreign[0]}{more}, and a file that came with a model does not decide what "
             f"runs here: if you trust it, add {TRUST_FLAG} to this command"
         )
 

@@ -40,9 +40,9 @@ class _PiecemealPackage(ModuleType):
         if name == "_logger":  # modules of the package ask for it while they are loaded
             return logging.getLogger(_PACKAGE)
         if name in _HOME:
-            found = getattr(import_module(f"{_PACKAGE}.{_HOME[name]}"), name)
-            self.__dict__.setdefault(name, found)
-            return found
+            value = getattr(import_module(f"{_PACKAGE}.{_HOME[name]}"), name)
+            self.__dict__.setdefault(name, value)
+            return value
         _run(self)
         return getattr(self, name)
 

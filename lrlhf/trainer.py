@@ -25,7 +25,7 @@ from lrlhf.callbacks import (
 )
 from lrlhf.callbacks.checkpoints.rl_checkpoint import find_newest
 from lrlhf.loggers import ResumingCSVLogger
-from lrlhf.modules.contracts import Exportable, Measured, SamplesResponses, SaysWhatIsBetter
+from lrlhf.modules.contracts import Exportable, HasEvalMode, Measured, SamplesResponses
 from lrlhf.run.lightning_internals import start_method_of
 from lrlhf.run.log_rows import LogRows
 from lrlhf.run.quiet_output import quiet
@@ -124,8 +124,8 @@ class Trainer(TakesOptions, ReusableTrainer):
         if isinstance(model, SamplesResponses):
             for option in REPLACED:
                 refuse_replaced(type(model).__name__, option, getattr(self, option))
-        found = self._prepare(model, ckpt_path)
-        super().fit(model, train_dataloaders, val_dataloaders, datamodule, found, weights_only)
+        checkpoint = self._prepare(model, ckpt_path)
+        super().fit(model, train_dataloaders, val_dataloaders, datamodule, checkpoint, weights_only)
 
     def validate(
         self,
@@ -137,8 +137,8 @@ class Trainer(TakesOptions, ReusableTrainer):
         weights_only: bool | None = None,
     ) -> Any:
         """Measure on the validation set as ``lightning.Trainer.validate`` does."""
-        found = self._prepare(model, ckpt_path, needed=True)
-        return super().validate(model, dataloaders, found, verbose, datamodule, weights_only)
+        checkpoint = self._prepare(model, ckpt_path, needed=True)
+        return super().validate(model, dataloaders, checkpoint, verbose, datamodule, weights_only)
 
     def test(
         self,
@@ -150,8 +150,8 @@ class Trainer(TakesOptions, ReusableTrainer):
         weights_only: bool | None = None,
     ) -> Any:
         """Measure on the test set as ``lightning.Trainer.test`` does."""
-        found = self._prepare(model, ckpt_path, needed=True)
-        return super().test(model, dataloaders, found, verbose, datamodule, weights_only)
+        checkpoint = self._prepare(model, ckpt_path, needed=True)
+        return super().test(model, dataloaders, checkpoint, verbose, datamodule, weights_only)
 
     def predict(
         self,
@@ -163,9 +163,9 @@ class Trainer(TakesOptions, ReusableTrainer):
         weights_only: bool | None = None,
     ) -> Any:
         """Go through the prediction set as ``lightning.Trainer.predict`` does."""
-        found = self._prepare(model, ckpt_path, needed=True)
+        checkpoint = self._prepare(model, ckpt_path, needed=True)
         return super().predict(
-            model, dataloaders, datamodule, return_predictions, found, weights_only
+            model, dataloaders, datamodule, return_predictions, checkpoint, weights_only
         )
 
     def _prepare(
@@ -184,11 +184,13 @@ class Trainer(TakesOptions, ReusableTrainer):
         if model is not None and self._adds_callbacks:
             missing = (each for each in _defaults_for(model) if not _has(callbacks, type(each)))
             # checkpoints are last: they hold the state of all the others
-            found = (index for index, each in enumerate(callbacks) if isinstance(each, Checkpoint))
-            at = next(found, len(callbacks))
+            checkpoints = (
+                index for index, each in enumerate(callbacks) if isinstance(each, Checkpoint)
+            )
+            at = next(checkpoints, len(callbacks))
             callbacks[at:at] = missing
         if self._checkpoints is not None and isinstance(model, Measured):
-            mode = model.eval_mode if isinstance(model, SaysWhatIsBetter) else "max"
+            mode = model.eval_mode if isinstance(model, HasEvalMode) else "max"
             self._checkpoints.rank_by(model.eval_metric, mode)
         return self._find(checkpoint, needed=needed)
 
@@ -241,10 +243,10 @@ def _defaults_for(model: L.LightningModule) -> Iterator[Callback]:
         yield RunReport()
 
 
-def _as_list(given: Any) -> list[Any]:
-    if given is None:
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
         return []
-    return list(given) if isinstance(given, Iterable) else [given]
+    return list(value) if isinstance(value, Iterable) else [value]
 
 
 def _has(callbacks: list[Callback], kind: type) -> bool:

@@ -54,8 +54,8 @@ class TensorBatch:
     """
 
     def __repr__(self) -> str:
-        held = ((field.name, getattr(self, field.name)) for field in fields(self))
-        lines = [f"{name}: {_in_brief(value)}" for name, value in held if value is not None]
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        lines = [f"{name}: {_summary(value)}" for name, value in values if value is not None]
         return "\n  ".join([type(self).__name__, *lines])
 
     def map(self, function: Callable[[Tensor], Tensor], *, media: bool = False) -> Self:
@@ -110,11 +110,11 @@ class TensorBatch:
         return replace(self, **changed)
 
 
-def _in_brief(value: Any) -> str:
+def _summary(value: Any) -> str:
     """Write a field of a batch without its numbers."""
     if isinstance(value, Tensor):
-        place = f" on {value.device}".removesuffix(" on cpu")
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}{place}"
+        device = f" on {value.device}".removesuffix(" on cpu")
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}{device}"
     if isinstance(value, TensorBatch):
         return repr(value).replace("\n", "\n  ")
     if isinstance(value, Mapping):
@@ -214,7 +214,7 @@ class PreferenceBatch(TensorBatch):
     """What else the row held; written to the evaluation file as it is."""
     places: tuple[str, ...] | None = None
     """Where each row stands in the data, such as ``pairs.jsonl:17``; None: nowhere."""
-    said: tuple[tuple[str, str, str] | None, ...] | None = None
+    source_texts: tuple[tuple[str, str, str] | None, ...] | None = None
     """Prompt and answers as the row has them, where the tokens do not give them back."""
     prompt_ids: Int[Tensor, " B"] | None = None
     """Rows with equal ids are about the same prompt; None: each has its own."""
@@ -283,7 +283,7 @@ class Episode:
     """As the episode left it, until the rewards have read it."""
     release: Callable[[], None] | None = None
     """Closes the environment; None: there is nothing to close."""
-    beside_calls: tuple[tuple[int, str | None], ...] = ()
+    call_contents: tuple[tuple[int, str | None], ...] = ()
     """Numbers of the messages with calls, and what each says beside them; None: nobody can tell."""
 
     @property
@@ -294,10 +294,10 @@ class Episode:
     @property
     def completion(self) -> list[Message]:
         """The messages in which each call stands once: apart from the content, or only in it."""
-        beside = dict(self.beside_calls)
+        contents = dict(self.call_contents)
         return [
             {**message, "content": content}
-            if (content := beside.get(number)) is not None
+            if (content := contents.get(number)) is not None
             else {name: value for name, value in message.items() if name != "tool_calls"}
             for number, message in enumerate(self.messages)
         ]

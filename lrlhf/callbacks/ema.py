@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 
 from lrlhf.arguments import KeepsArguments
-from lrlhf.models.sharding import of_parts, own_part, part_of, reshard, whole_shape
+from lrlhf.models.sharding import full_shape, of_parts, own_part, part_of, reshard
 from lrlhf.modules.contracts import Exportable
 
 
@@ -173,10 +173,10 @@ class EMA(KeepsArguments, L.Callback):
             )
         for name, weight in self._weights.items():
             shadow = stored[name]
-            if shadow.shape != whole_shape(weight):
+            if shadow.shape != full_shape(weight):
                 raise ValueError(
                     f"EMA: {name!r} has shape {tuple(shadow.shape)} in the checkpoint and "
-                    f"{tuple(whole_shape(weight))} in the model; resume with the model of that run"
+                    f"{tuple(full_shape(weight))} in the model; resume with the model of that run"
                 )
             self.shadows[name] = self._kept(weight, part_of(weight, shadow))
 

@@ -28,7 +28,7 @@ _AT_ONCE = 1000
 """Lines that ranks send each other in one go."""
 
 
-class _Place(NamedTuple):
+class _SpooledLine(NamedTuple):
     """What a line is sorted by, and where it is in the file."""
 
     key: tuple[Any, ...]
@@ -41,36 +41,36 @@ class LineSpool:
 
     def __init__(self) -> None:
         self._file: IO[bytes] | None = None
-        self._places: list[_Place] = []
+        self._lines: list[_SpooledLine] = []
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._lines)
 
     def add(self, key: tuple[Any, ...], line: str) -> None:
         """Keep a line; of equal keys the one that came first stays first."""
         if self._file is None:
             self._file = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the lines
         text = line.encode()
-        self._places.append(_Place(key, self._file.seek(0, 2), len(text)))
+        self._lines.append(_SpooledLine(key, self._file.seek(0, 2), len(text)))
         self._file.write(text)
 
     def clear(self) -> None:
         """Drop all lines."""
         if self._file is not None:
             self._file.close()
-        self._file, self._places = None, []
+        self._file, self._lines = None, []
 
     def gather(self, trainer: L.Trainer) -> None:
         """Move the lines of all ranks to rank zero, in rank order; all ranks call."""
         if trainer.world_size == 1:
             return
-        own, self._places = self._places, []
+        own, self._lines = self._lines, []
         source, self._file = self._file, None
         counts = gather_on_zero(trainer, [len(own)])
         rounds = trainer.strategy.broadcast(-(-max(counts, default=0) // _AT_ONCE))
         for number in range(rounds):
             part = own[number * _AT_ONCE : (number + 1) * _AT_ONCE]
-            lines = [(place.key, _read(source, place).decode()) for place in part if source]
+            lines = [(spooled.key, _read(source, spooled).decode()) for spooled in part if source]
             for key, line in gather_on_zero(trainer, lines):
                 self.add(key, line)
         if source is not None:
@@ -78,14 +78,14 @@ class LineSpool:
 
     def sorted_lines(self) -> Iterator[bytes]:
         """Go through the lines in the order of their keys."""
-        for place in sorted(self._places, key=lambda place: place.key):
+        for spooled in sorted(self._lines, key=lambda spooled: spooled.key):
             if self._file is not None:
-                yield _read(self._file, place)
+                yield _read(self._file, spooled)
 
 
-def _read(file: IO[bytes], place: _Place) -> bytes:
-    file.seek(place.offset)
-    return file.read(place.length)
+def _read(file: IO[bytes], spooled: _SpooledLine) -> bytes:
+    file.seek(spooled.offset)
+    return file.read(spooled.length)
 
 
 _FILE = re.compile(r"eval_scores_(\d+)(\.\d+)?\.jsonl")
@@ -186,8 +186,8 @@ class EvalJSONL(KeepsArguments, LoadedStep):
             return
         self._cleared = True
         folder, done = output_folder(trainer, self.dirpath), trainer.global_step
-        found = map(_FILE.fullmatch, (path.name for path in folder.glob("eval_scores_*.jsonl")))
-        steps = sorted({int(named[1]) for named in found if named})
+        matches = map(_FILE.fullmatch, (path.name for path in folder.glob("eval_scores_*.jsonl")))
+        steps = sorted({int(named[1]) for named in matches if named})
         # one number for all, also of those that lie aside already
         names = {step: folder / f"eval_scores_{step}.jsonl" for step in steps}
         later = [path for step, path in names.items() if step > done or not done]
@@ -255,8 +255,8 @@ class PredictionJSONL(L.Callback):
                 # else the ranks took the rows of a batch in turn
                 arrival = len(self._lines) * trainer.world_size + trainer.global_rank
                 number = row_number(record, "row", "index")
-                place = (dataloader_idx, str(record.get("source", "")), number, arrival)
-                self._lines.append((place, json_line(line)))
+                spooled = (dataloader_idx, str(record.get("source", "")), number, arrival)
+                self._lines.append((spooled, json_line(line)))
 
     def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         lines = gather_on_zero(trainer, self._lines)

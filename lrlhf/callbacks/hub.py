@@ -108,6 +108,8 @@ class HubRepo:
 
 
 def _line(error: BaseException) -> str:
-    told = [error, *([error.__cause__] if isinstance(error, RuntimeError) else [])]
-    texts = (" ".join(str(one).split()).rstrip(".") or type(one).__name__ for one in told if one)
+    errors = [error, *([error.__cause__] if isinstance(error, RuntimeError) else [])]
+    texts = (
+        " ".join(str(each).split()).rstrip(".") or type(each).__name__ for each in errors if each
+    )
     return hide(": ".join(texts))

@@ -49,18 +49,18 @@ class Usage(NamedTuple):
         config = folder / "config.json"
         stored = json.loads(config.read_text()) if config.exists() else {}
         architecture = next(iter(stored.get("architectures") or ()), "")
-        place = repr(repo or "path/to/this/folder")
+        source = repr(repo or "path/to/this/folder")
         if architecture.endswith("ForSequenceClassification"):
-            return cls("text-classification", "transformers", _CLASSIFIER.format(place=place))
+            return cls("text-classification", "transformers", _CLASSIFIER.format(place=source))
         if architecture.endswith("ForTokenClassification"):
-            return cls("token-classification", "transformers", _STEPS.format(place=place))
+            return cls("token-classification", "transformers", _STEPS.format(place=source))
         if (folder / HEAD_CONFIG).exists():
-            return cls("text-classification", "lrlhf", _reward(folder, place))
+            return cls("text-classification", "lrlhf", _reward(folder, source))
         if architecture.endswith("ForConditionalGeneration"):
-            return cls("image-text-to-text", "transformers", _VISION.format(place=place))
+            return cls("image-text-to-text", "transformers", _VISION.format(place=source))
         chats = (folder / "chat_template.jinja").exists()
-        asked = '[{"role": "user", "content": "…"}]' if chats else '"…"'
-        return cls("text-generation", "transformers", _POLICY.format(place=place, asked=asked))
+        prompt = '[{"role": "user", "content": "…"}]' if chats else '"…"'
+        return cls("text-generation", "transformers", _POLICY.format(place=source, asked=prompt))
 
 
 _POLICY = """\
@@ -94,13 +94,13 @@ reward = RewardModel({place}){told}
 print(reward.score("prompt", ["one response", "another"]{head}))"""
 
 
-def _reward(folder: Path, place: str) -> str:
+def _reward(folder: Path, repo: str) -> str:
     """Return the example of a reward model, which of several heads has to be asked for one."""
     names = json.loads((folder / HEAD_CONFIG).read_text(encoding="utf-8"))["names"]
     if len(names) == 1:
-        return _REWARD.format(place=place, told="", head="")
-    told = f"  # its heads: {', '.join(names)}"
-    return _REWARD.format(place=place, told=told, head=f", head={names[0]!r}")
+        return _REWARD.format(place=repo, told="", head="")
+    comment = f"  # its heads: {', '.join(names)}"
+    return _REWARD.format(place=repo, told=comment, head=f", head={names[0]!r}")
 
 
 CURVES = "training_curves.png"
@@ -176,11 +176,11 @@ def write_model_card(folder: Path, origin: Origin) -> None:
 
 def _base_model(module: L.LightningModule) -> str | None:
     """Return the hub id of what was trained; None: it came from elsewhere."""
-    given = module.hparams.get("policy", module.hparams.get("model"))
-    while isinstance(given, Mapping):
-        given = given.get("source", given.get("init_args"))
-    is_id = isinstance(given, str) and _HUB_ID.fullmatch(given) and not Path(given).exists()
-    return given if is_id else None
+    source = module.hparams.get("policy", module.hparams.get("model"))
+    while isinstance(source, Mapping):
+        source = source.get("source", source.get("init_args"))
+    is_id = isinstance(source, str) and _HUB_ID.fullmatch(source) and not Path(source).exists()
+    return source if is_id else None
 
 
 def _tags(module: L.LightningModule) -> list[str]:
@@ -330,21 +330,21 @@ def _of_policy(subset: str, records: Sequence[Mapping[str, Any]]) -> Iterator[_F
         for name, value in {"score": record["score"], **rewards}.items():
             if value is not None:
                 columns[label + name].append((prompt, float(value)))
-    for name, found in columns.items():
-        yield _mean(subset, name, [value for _, value in found], [prompt for prompt, _ in found])
+    for name, values in columns.items():
+        yield _mean(subset, name, [value for _, value in values], [prompt for prompt, _ in values])
 
 
 def _of_texts(subset: str, records: Sequence[Mapping[str, Any]]) -> Iterator[_Figure]:
     """Mean over given texts of the log-probability of their tokens."""
-    known = [one for one in records if one["tokens"] and one["logprob"] is not None]
-    if learnt := [one["logprob"] / one["tokens"] for one in known]:
+    known = [record for record in records if record["tokens"] and record["logprob"] is not None]
+    if learnt := [each["logprob"] / each["tokens"] for each in known]:
         yield _mean(subset, "mean_logprob", learnt, range(len(learnt)))
 
 
 def _mean(subset: str, name: str, values: Sequence[float], clusters: Sequence[Hashable]) -> _Figure:
-    told = mean_interval(values, clusters, bounds=likely_bounds(values))
-    low, high = (None, None) if math.isnan(told.low) else (told.low, told.high)
-    return _Figure(subset, name, told.mean, low, high, told.number)
+    interval = mean_interval(values, clusters, bounds=likely_bounds(values))
+    low, high = (None, None) if math.isnan(interval.low) else (interval.low, interval.high)
+    return _Figure(subset, name, interval.mean, low, high, interval.number)
 
 
 def _of_reward_model(subset: str, records: Sequence[Mapping[str, Any]]) -> Iterator[_Figure]:
@@ -357,12 +357,12 @@ def _of_reward_model(subset: str, records: Sequence[Mapping[str, Any]]) -> Itera
             first, second = record["scores0"].get(head), record["scores1"].get(head)
             if label and first is not None and second is not None:
                 gaps[head].append(((first - second) * label, prompt))
-    for head, found in gaps.items():
-        values, prompts = zip(*found, strict=True)
-        told = accuracy_metrics(torch.tensor(values), prompts)
+    for head, head_gaps in gaps.items():
+        values, prompts = zip(*head_gaps, strict=True)
+        metrics = accuracy_metrics(torch.tensor(values), prompts)
         name = f"accuracy of {head}" if len(gaps) > 1 else "accuracy"
-        low, high = told["accuracy_low"], told["accuracy_high"]
-        yield _Figure(subset, name, told["accuracy"], low, high, len(found))
+        low, high = metrics["accuracy_low"], metrics["accuracy_high"]
+        yield _Figure(subset, name, metrics["accuracy"], low, high, len(head_gaps))
 
 
 def _evaluation(figures: Sequence[_Figure]) -> str | None:
@@ -380,11 +380,11 @@ def _evaluation(figures: Sequence[_Figure]) -> str | None:
         ]
         for figure in figures
     ]
-    told = (
+    caveat = (
         "The interval is about other rows of the same kind, for these weights; it says nothing "
         "about another seed of the training."
     )
-    return f"## Evaluation\n\nOn the validation set of the run.\n\n{table(head, rows)}\n\n{told}"
+    return f"## Evaluation\n\nOn the validation set of the run.\n\n{table(head, rows)}\n\n{caveat}"
 
 
 def _result(figure: _Figure, task: str) -> EvalResult:

@@ -154,10 +154,10 @@ class RolloutLog(KeepsArguments, L.Callback, RolloutListener):
             table = render(shown, title=title, max_chars=self.max_chars, answers=answers)
             module.print(f"\n{table}")
         if _is_due(step, self.table_every):
-            places = spread(range(len(everything)), self.table_rows)
-            rows = [everything[place] for place in places]
+            indices = spread(range(len(everything)), self.table_rows)
+            rows = [everything[index] for index in indices]
             own = experience.media or ()  # the first rows; what others show is on their ranks
-            pictured = [own[place] if place < len(own) else None for place in places]
+            pictured = [own[index] if index < len(own) else None for index in indices]
             send(trainer, rows, key=_TABLE, step=step, answers=answers, media=pictured)
 
     def _add_token_values(
@@ -203,12 +203,12 @@ def _forget_steps_after(path: Path, step: int) -> None:
     """Remove the lines of later steps, and a last line that a kill has cut short."""
     if not path.exists():
         return
-    with atomic_write(path) as kept, path.open("rb") as lines:
+    with atomic_write(path) as output, path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.endswith(b"\n"):
                 rank_zero_info(f"RolloutLog: line {number} of {path} is cut short; removed")
             elif _step_of(line, path, number) <= step:
-                kept.write(line)
+                output.write(line)
 
 
 def _remove(folder: Path, *, first: int, last: int | None = None) -> None:

@@ -31,7 +31,7 @@ from lrlhf.foreign_files import TRUST_FLAG
 from lrlhf.modules.metrics.measurement import HasMeasurements
 from lrlhf.options.errors import ConfigError, UserError, hint
 from lrlhf.options.parser import Parser, check_values, read_whole_numbers_as_such
-from lrlhf.run.collectives import ReadsParts
+from lrlhf.run.collectives import LoadsShards
 from lrlhf.run.lightning_internals import Commands
 from lrlhf.run.supervision.signals import answering_sigterm
 from lrlhf.trainer import Trainer
@@ -126,7 +126,7 @@ class Application(Commands):
     def _reading_parts(self) -> AbstractContextManager[None]:
         """Build models as the strategy, which is made after them, wants to load them."""
         strategy = ConfigObjects(self.config[self.subcommand]).strategy() if self.trains else None
-        return strategy.reading_parts() if isinstance(strategy, ReadsParts) else nullcontext()
+        return strategy.loading_shards() if isinstance(strategy, LoadsShards) else nullcontext()
 
     def run_command(self, subcommand: str) -> None:
         progress = Progress()

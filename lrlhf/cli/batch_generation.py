@@ -29,7 +29,7 @@ from lrlhf.datamodules.rows.prompt_rows import (
     PromptTemplate,
     column_or_dialogue,
 )
-from lrlhf.modules.policy.generate import Answer, PromptReader, TextGenerator
+from lrlhf.modules.policy.generate import GeneratedText, PromptReader, TextGenerator
 from lrlhf.options.errors import ConfigError
 from lrlhf.rollout import Sampling, TransformersEngine
 from lrlhf.rollout.records import plain_json
@@ -158,29 +158,29 @@ class _Numbered(NamedTuple):
     row: PromptRow
 
 
-def answer_file(given: argparse.Namespace) -> str:
+def answer_file(parsed: argparse.Namespace) -> str:
     """Answer what the options of ``lrlhf generate`` name, and return a summary.
 
     Raises:
         ConfigError: A file, a row or an option cannot be used.
     """
     for name in ("n", "batch_size"):
-        if getattr(given, name) < 1:
-            raise ConfigError(f"{name} is {getattr(given, name)}; it must be 1 or more")
-    _sampling(given, None)  # what is out of its range, before anything is loaded
-    _check_first_row(given)
-    with AnswerFile(given.output, given.n) as output:
-        trained = load_named(given)
-        sampling = _sampling(given, trained.sampling)
-        prompts = {**trained.prompts, **_given(given, _PROMPTS)}
+        if getattr(parsed, name) < 1:
+            raise ConfigError(f"{name} is {getattr(parsed, name)}; it must be 1 or more")
+    _sampling(parsed, None)  # what is out of its range, before anything is loaded
+    _check_first_row(parsed)
+    with AnswerFile(parsed.output, parsed.n) as output:
+        trained = load_named(parsed)
+        sampling = _sampling(parsed, trained.sampling)
+        prompts = {**trained.prompts, **_set_options(parsed, _PROMPTS)}
         settings = {"sampling": repr(sampling), "prompts": repr(sorted(prompts.items()))}
-        settings |= {name: getattr(given, name) for name in ("n", "seed", "use_ema", "dtype")}
-        settings |= {"model": _stamp(trained), "file": _stamp_of(given.prompts)}
+        settings |= {name: getattr(parsed, name) for name in ("n", "seed", "use_ema", "dtype")}
+        settings |= {"model": _stamp(trained), "file": _stamp_of(parsed.prompts)}
         done = output.begin(settings)
-        rows = _rows(given.prompts, _reader(trained, prompts), behind=done)
+        rows = _rows(parsed.prompts, _reader(trained, prompts), behind=done)
         rows = _noting_the_format(rows, trained, prompts)
         try:
-            counts = _answer(rows, trained, sampling, given, output)
+            counts = _answer(rows, trained, sampling, parsed, output)
         except KeyboardInterrupt:
             sys.stderr.write("the same command goes on where this one was\n")
             raise
@@ -188,41 +188,43 @@ def answer_file(given: argparse.Namespace) -> str:
     cut, long = counts["length"], counts[_TOO_LONG]
     remarks = [f"{cut} cut off at {sampling.max_new_tokens} tokens"] if cut else []
     remarks += [f"{long} without a completion: the prompt leaves no room"] if long else []
-    told = f" ({', '.join(remarks)})" if remarks else ""
+    remark = f" ({', '.join(remarks)})" if remarks else ""
     lines = f"{counts.total()}{' more' if done else ''} line{'' if counts.total() == 1 else 's'}"
-    return f"wrote {lines} to {given.output}{told}"
+    return f"wrote {lines} to {parsed.output}{remark}"
 
 
 def _answer(
     rows: Iterator[_Numbered],
     trained: TrainedPolicy,
     sampling: Sampling,
-    given: argparse.Namespace,
+    parsed: argparse.Namespace,
     output: AnswerFile,
 ) -> Counter[str]:
     """Answer batch after batch; returns how often each reason ended a response."""
     generator = TextGenerator(trained.policy, TransformersEngine())
     counts: Counter[str] = Counter()
     began = shown = time.monotonic()
-    at_once = max(1, given.batch_size // given.n)
+    at_once = max(1, parsed.batch_size // parsed.n)
     while batch := list(itertools.islice(rows, at_once)):
-        rooms = [generator.room(one.row) for one in batch]
+        rooms = [generator.room(each.row) for each in batch]
         fitting = [
             one
             for one, room in zip(batch, rooms, strict=True)
             if room is None or room >= sampling.max_new_tokens
         ]
-        seeds = [s for one in fitting for s in sample_seeds(given.seed, one.number, count=given.n)]
-        answers: dict[int, list[Answer]] = {}
+        seeds = [
+            s for item in fitting for s in sample_seeds(parsed.seed, item.number, count=parsed.n)
+        ]
+        answers: dict[int, list[GeneratedText]] = {}
         if fitting:
             texts = generator.answer([one.row for one in fitting], sampling, seeds=seeds)
             answers = {one.number: own for one, own in zip(fitting, texts, strict=True)}
         lines: list[str] = []
-        for one in batch:
-            own = answers.get(one.number)
-            for sample in range(given.n):
+        for row in batch:
+            own = answers.get(row.number)
+            for sample in range(parsed.n):
                 answer = None if own is None else own[sample]
-                record = _record(one, answer, sample if given.n > 1 else None)
+                record = _record(row, answer, sample if parsed.n > 1 else None)
                 counts[record["finish_reason"]] += 1
                 lines.append(json_line(record))
         output.write(lines)
@@ -233,7 +235,7 @@ def _answer(
     return counts
 
 
-def _record(one: _Numbered, answer: Answer | None, sample: int | None) -> dict[str, Any]:
+def _record(one: _Numbered, answer: GeneratedText | None, sample: int | None) -> dict[str, Any]:
     return {
         "row": one.number,
         **({} if sample is None else {"sample": sample}),
@@ -245,9 +247,9 @@ def _record(one: _Numbered, answer: Answer | None, sample: int | None) -> dict[s
     }
 
 
-def _sampling(given: argparse.Namespace, of_run: Sampling | None) -> Sampling:
+def _sampling(parsed: argparse.Namespace, of_run: Sampling | None) -> Sampling:
     sampling = of_run or Sampling(max_new_tokens=_MAX_NEW_TOKENS)
-    options = _given(given, _SAMPLING)
+    options = _set_options(parsed, _SAMPLING)
     if "stop" in options:
         options["stop"] = tuple(options["stop"])
     if options.get("max_new_tokens", sampling.min_new_tokens) < sampling.min_new_tokens:
@@ -258,8 +260,8 @@ def _sampling(given: argparse.Namespace, of_run: Sampling | None) -> Sampling:
         raise ConfigError(str(error).removeprefix("sampling.")) from error
 
 
-def _given(given: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
-    options = {name: getattr(given, name) for name in names}
+def _set_options(parsed: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
+    options = {name: getattr(parsed, name) for name in names}
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -308,15 +310,15 @@ def _noting_the_format(
     """
     chats = trained.policy.tokenizer.chat_template is not None
     unsaid = chats and trained.sampling is None and "as_chat" not in prompts
-    for one in rows:
-        if unsaid and isinstance(one.row.prompt, str):
+    for row in rows:
+        if unsaid and isinstance(row.row.prompt, str):
             sys.stderr.write(
                 f"{trained.origin} has a chat template, and texts are given to it as they are; "
                 "--as_chat makes each the user's turn of a chat, as in training with as_chat "
                 "(--no-as_chat: as they are, without this line)\n"
             )
         unsaid = False
-        yield one
+        yield row
 
 
 def _raw_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -345,15 +347,15 @@ def _raw_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
         raise ConfigError(str(error)) from error
 
 
-def _check_first_row(given: argparse.Namespace) -> None:
+def _check_first_row(parsed: argparse.Namespace) -> None:
     """Refuse a file without prompts before the model is loaded."""
-    first = next(_raw_rows(given.prompts), None)
+    first = next(_raw_rows(parsed.prompts), None)
     if first is None:
-        raise ConfigError(f"{given.prompts}: it has no rows")
+        raise ConfigError(f"{parsed.prompts}: it has no rows")
     number, row = first
-    column = given.prompt_column or DEFAULT_PROMPT_COLUMN
+    column = parsed.prompt_column or DEFAULT_PROMPT_COLUMN
     # a run's config may name another column, or have a template, which is seen to later
-    if given.prompt_column is None and (given.prompt_template or not _is_model(given.source)):
+    if parsed.prompt_column is None and (parsed.prompt_template or not _is_model(parsed.source)):
         return
     try:
         if not set(PAIR_COLUMNS) <= row.keys():
@@ -361,7 +363,7 @@ def _check_first_row(given: argparse.Namespace) -> None:
                 row, column, default=DEFAULT_PROMPT_COLUMN, setting="--prompt_column"
             )
     except BadRow as problem:
-        raise _refusal(given.prompts, number, problem) from problem
+        raise _refusal(parsed.prompts, number, problem) from problem
 
 
 def _is_model(source: str) -> bool:

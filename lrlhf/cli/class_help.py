@@ -29,21 +29,21 @@ def help_of_class(arguments: Sequence[str]) -> None:
         raise ConfigError("lrlhf help takes one name of a command or a class")
     kinds = _public_classes()
     name = arguments[0]
-    found = kinds.get(name.rpartition(".")[2])
-    if found is None or name not in {found.__name__, _path(found)}:
+    kind = kinds.get(name.rpartition(".")[2])
+    if kind is None or name not in {kind.__name__, _path(kind)}:
         raise ConfigError(f"no class {name!r} in lrlhf{hint(name.rpartition('.')[2], kinds)}")
-    options = [_option(one) for one in inspect.signature(found).parameters.values()]
-    lines = [_path(found), "", inspect.getdoc(found) or "", "", "Options and their defaults:"]
+    options = [_option(parameter) for parameter in inspect.signature(kind).parameters.values()]
+    lines = [_path(kind), "", inspect.getdoc(kind) or "", "", "Options and their defaults:"]
     sys.stdout.write("\n".join([*lines, *(options or ["    none"])]) + "\n")
 
 
 def _public_classes() -> dict[str, type]:
-    found: dict[str, type] = {}
+    classes: dict[str, type] = {}
     for package in _PACKAGES:
         module = import_module(f"lrlhf.{package}")
         public = {name: getattr(module, name, None) for name in module.__all__}
-        found = {n: one for n, one in public.items() if isinstance(one, type)} | found
-    return found
+        classes = {n: one for n, one in public.items() if isinstance(one, type)} | classes
+    return classes
 
 
 def _path(kind: type) -> str:
@@ -54,7 +54,7 @@ def _path(kind: type) -> str:
 
 def _option(one: inspect.Parameter) -> str:
     # what is written in the source is a text already
-    given = one.annotation
-    kind = given if isinstance(given, str) else inspect.formatannotation(given)
+    annotation = one.annotation
+    kind = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     default = "  (required)" if one.default is one.empty else f" = {one.default!r}"
     return f"    {one.name}: {kind}{default}"

@@ -14,7 +14,7 @@ LAUNCHED: Final = "LRLHF_RAY_NAMESPACE"
 """Environment variable of the trainers of ``launch``: where the actors of their run have names."""
 
 
-class Takes(Enum):
+class CommandKind(Enum):
     """The arguments that a command is called with."""
 
     FIT = "the command and the options of fit"
@@ -31,11 +31,10 @@ class Command(NamedTuple):
     summary: str
     target: str
     """``module:name``, imported when the command is run."""
-    takes: Takes = Takes.FIT
+    kind: CommandKind = CommandKind.FIT
 
     @property
     def module(self) -> str:
-        """The module of the target."""
         return self.target.partition(":")[0]
 
     def load(self) -> Any:
@@ -67,22 +66,22 @@ COMMANDS = {
     "generate": Command(
         "answer a file of prompts with a checkpoint or model",
         "lrlhf.cli.generate_command:generate",
-        Takes.OPTIONS,
+        CommandKind.OPTIONS,
     ),
     "chat": Command(
         "talk with a checkpoint or model in the terminal",
         "lrlhf.apps.serve.chat_command:chat",
-        Takes.OPTIONS,
+        CommandKind.OPTIONS,
     ),
     "compare": Command(
         "tell whether a run is better than another, by how much, or not",
         "lrlhf.apps.lab.compare_command:compare",
-        Takes.FILES,
+        CommandKind.FILES,
     ),
     "inspect": Command(
         "write a page with the curves and the responses of runs",
         "lrlhf.apps.lab.inspect_command:inspect",
-        Takes.FILES,
+        CommandKind.FILES,
     ),
     "reward": Command(
         "what the rewards of a config say of given responses, or said in a run",
@@ -99,22 +98,24 @@ COMMANDS = {
     "convert": Command(
         "turn a checkpoint's folder into one file, or the other way round",
         "lrlhf.cli.convert_command:convert",
-        Takes.OPTIONS,
+        CommandKind.OPTIONS,
     ),
     "serve-reward": Command(
         "serve a trained reward model over HTTP",
         "lrlhf.apps.serve.serve_reward_command:serve_reward",
-        Takes.OPTIONS,
+        CommandKind.OPTIONS,
     ),
     "serve-policy": Command(
         "serve a checkpoint or model to agents over HTTP",
         "lrlhf.apps.serve.policy_service:serve_policy",
-        Takes.OPTIONS,
+        CommandKind.OPTIONS,
     ),
 }
 REWARDS_OF_RUN = Command(
-    "what the rewards said in a run", "lrlhf.apps.lab.reward_command:report_run", Takes.FILES
+    "what the rewards said in a run", "lrlhf.apps.lab.reward_command:report_run", CommandKind.FILES
 )
 """The command ``reward`` where it has no config."""
-HELP_OF_CLASS = Command("what a class accepts", "lrlhf.cli.class_help:help_of_class", Takes.OPTIONS)
+HELP_OF_CLASS = Command(
+    "what a class accepts", "lrlhf.cli.class_help:help_of_class", CommandKind.OPTIONS
+)
 """The command ``help`` with the name of a class."""

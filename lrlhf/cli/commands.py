@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from lrlhf.cli.command_table import COMMANDS, HELP_OF_CLASS, Takes
+from lrlhf.cli.command_table import COMMANDS, HELP_OF_CLASS, CommandKind
 from lrlhf.cli.config_files import (
     ConfigFile,
     folders_of_own_code,
@@ -55,7 +55,7 @@ def _application(
     """What runs a command, and the arguments that it reads."""
     name, *options = arguments
     command = COMMANDS.get(name, HELP_OF_CLASS)
-    if command.takes is Takes.OPTIONS:
+    if command.kind is CommandKind.OPTIONS:
         return command.load(), options
     if name == "launch":
         return partial(command.load(), debug=debug), ["fit", *options]

@@ -21,20 +21,20 @@ def options_of(entry: Any) -> Mapping[str, Any]:
 def class_of(entry: Any) -> type | None:
     """Return the class that an entry with a ``class_path``, or such a path, stands for."""
     path = entry.get("class_path") if isinstance(entry, Mapping) else entry
-    found = import_by_path(path) if isinstance(path, str) else None
-    return found if isinstance(found, type) else None
+    kind = import_by_path(path) if isinstance(path, str) else None
+    return kind if isinstance(kind, type) else None
 
 
 def is_a(entry: Any, base: type) -> bool:
     """Whether an entry stands for a class below ``base``."""
-    found = class_of(entry)
-    return found is not None and issubclass(found, base)
+    kind = class_of(entry)
+    return kind is not None and issubclass(kind, base)
 
 
-def is_ours(entry: Any) -> bool:
+def is_lrlhf(entry: Any) -> bool:
     """Whether an entry stands for a class of this library, whose constructor is known."""
-    found = class_of(entry)
-    return found is not None and found.__module__.startswith("lrlhf.")
+    kind = class_of(entry)
+    return kind is not None and kind.__module__.startswith("lrlhf.")
 
 
 def spec_of(entry: str | Mapping[str, Any], cls: type[SpecT], **defaults: Any) -> SpecT:

@@ -196,8 +196,8 @@ def _with_source(arguments: list[str], files: Sequence[ConfigFile], flag: str) -
     own = {names[index].removeprefix(f"{flag}.").split(".")[0] for index in below}
     if not below or own & {"source", "class_path", "init_args", "help"}:
         return arguments
-    given, rest = _taken_out(arguments, flag)
-    source = given[-1] if given else _text_at(files, flag.removeprefix("--").split("."))
+    values, rest = _taken_out(arguments, flag)
+    source = values[-1] if values else _text_at(files, flag.removeprefix("--").split("."))
     if source is None or source.startswith("{"):
         return arguments
     first = next(index for index, name in enumerate(rest) if name.startswith(f"{flag}."))
@@ -237,20 +237,20 @@ def names_policy(files: Sequence[ConfigFile]) -> bool:
 
 def _text_at(files: Sequence[ConfigFile], keys: Sequence[str]) -> str | None:
     """Return the text that the last file with an entry has there; None: it has something else."""
-    found = _node_at(files, keys)
-    is_text = isinstance(found, yaml.ScalarNode) and found.tag == "tag:yaml.org,2002:str"
-    return str(found.value) if is_text and found is not None else None
+    node = _node_at(files, keys)
+    is_text = isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:str"
+    return str(node.value) if is_text and node is not None else None
 
 
 def _node_at(files: Sequence[ConfigFile], keys: Sequence[str]) -> yaml.Node | None:
     """Return what the last file with an entry has there; None: no file has one."""
-    found: yaml.Node | None = None
+    deepest: yaml.Node | None = None
     for file in files:
         node: yaml.Node | None = file.root
         for key in keys:
             node = _child(node, key)
-        found = node or found
-    return found
+        deepest = node or deepest
+    return deepest
 
 
 def _child(node: yaml.Node | None, key: str) -> yaml.Node | None:
@@ -263,16 +263,16 @@ def _child(node: yaml.Node | None, key: str) -> yaml.Node | None:
 
 def remember_secrets(files: Sequence[ConfigFile], arguments: Sequence[str]) -> None:
     """Have `hide` know the secrets of config files and of a command line."""
-    found = [*_in_arguments(arguments)]
+    secrets = [*_in_arguments(arguments)]
     for file in files:
-        found += (
+        secrets += (
             node.value
             for keys, node in walk(file.root)
             if isinstance(node, yaml.ScalarNode)
             and any(map(is_secret_name, keys))
             and keys[-1] != "class_path"
         )
-    remember(found)
+    remember(secrets)
 
 
 def _in_arguments(arguments: Sequence[str]) -> Iterator[str]:

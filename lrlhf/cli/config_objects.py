@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lrlhf.cli.checks.mistake import MistakeError, RefusedError
-from lrlhf.cli.config_entries import class_of, is_ours, options_of
+from lrlhf.cli.config_entries import class_of, is_lrlhf, options_of
 from lrlhf.modules.policy.settings import PolicySettings
 from lrlhf.options.parser import Parser
 from lrlhf.rewards import Rewards
@@ -42,9 +42,9 @@ class ConfigObjects:
     def of_trainer(self) -> None:
         """Make the callbacks and loggers of this library."""
         for section, base in (("callbacks", L.Callback), ("logger", Logger)):
-            given = self._options.trainer[section]
-            for entry in given if isinstance(given, list) else [given]:
-                if isinstance(entry, Namespace) and is_ours(entry.as_dict()):
+            part = self._options.trainer[section]
+            for entry in part if isinstance(part, list) else [part]:
+                if isinstance(entry, Namespace) and is_lrlhf(entry.as_dict()):
                     _made(base, entry)
 
     def strategy(self) -> Strategy | None:
@@ -53,7 +53,7 @@ class ConfigObjects:
         if isinstance(entry, str) and entry in StrategyRegistry:
             kind = StrategyRegistry[entry]["strategy"]
             return StrategyRegistry.get(entry) if kind.__module__.startswith("lrlhf.") else None
-        if isinstance(entry, Namespace) and is_ours(entry.as_dict()):
+        if isinstance(entry, Namespace) and is_lrlhf(entry.as_dict()):
             made: Strategy = _made(Strategy, entry)
             return made
         return None
@@ -63,7 +63,7 @@ class ConfigObjects:
         entry = options_of(self._model).get("rewards")
         functions = options_of(entry).get("functions") or []
         listed = functions.values() if isinstance(functions, Mapping) else functions
-        if is_ours(entry) and all(map(_loads_nothing, listed)):
+        if is_lrlhf(entry) and all(map(_loads_nothing, listed)):
             made: Rewards = _made(Rewards, self._options.model.init_args.rewards)
             return made
         return None
@@ -75,13 +75,13 @@ class ConfigObjects:
             MistakeError: The module has no rewards of this library's kind.
         """
         entry = options_of(self._model).get("rewards")
-        if not is_ours(entry):
+        if not is_lrlhf(entry):
             raise MistakeError(
                 ("model", "rewards"), "there are no rewards to run; give lrlhf.rewards.Rewards"
             )
-        given = self._options.model.init_args.rewards.clone()
-        given.init_args.max_failures = None
-        made: Rewards = _made(Rewards, given)
+        options = self._options.model.init_args.rewards.clone()
+        options.init_args.max_failures = None
+        made: Rewards = _made(Rewards, options)
         return made
 
     def settings(self) -> PolicySettings | None:
@@ -91,13 +91,13 @@ class ConfigObjects:
             The settings; None: the module has none, or some are of a user's class.
         """
         owner = class_of(self._model)
-        if owner is None or not is_ours(self._model):
+        if owner is None or not is_lrlhf(self._model):
             return None
         options = options_of(self._model)
         if evaluation := options.get("evaluation"):
             # metrics may load something, and say nothing of how evaluations sample
             options = {**options, "evaluation": _without_metrics(evaluation)}
-        given = {
+        plain_options = {
             name: value
             for name, value in options.items()
             if name not in _LOADED and _is_plain(value)
@@ -111,12 +111,12 @@ class ConfigObjects:
         parser = Parser()
         try:
             names = inspect.signature(owner).parameters
-            skip: set[str | int] = {name for name in names if name not in given}
+            skip: set[str | int] = {name for name in names if name not in plain_options}
             parser.add_class_arguments(owner, "it", skip=skip, instantiate=False)
-            made = parser.instantiate_classes(parser.parse_object({"it": given})).it
-            if defaults["default_algorithm"] is None or needed - {*given, *defaults}:
+            made = parser.instantiate_classes(parser.parse_object({"it": plain_options})).it
+            if defaults["default_algorithm"] is None or needed - {*plain_options, *defaults}:
                 return None
-            chosen = {name: made[name] for name in needed if name in given}
+            chosen = {name: made[name] for name in needed if name in plain_options}
             return PolicySettings.complete(**chosen, **defaults)
         except Exception as error:
             raise RefusedError from error
@@ -137,7 +137,9 @@ def _loads_nothing(function: Any) -> bool:
         return function in BUILTINS or class_of(function) is None
     options = options_of(function)
     # one that is given a function may make an object of the user's
-    return is_ours(function) and "function" not in options and all(map(_is_plain, options.values()))
+    return (
+        is_lrlhf(function) and "function" not in options and all(map(_is_plain, options.values()))
+    )
 
 
 def _without_metrics(evaluation: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,6 +155,6 @@ def _is_plain(value: Any) -> bool:
     if not isinstance(value, Mapping):
         return True
     kind = class_of(value)
-    if "class_path" in value and not (is_ours(value) and is_dataclass(kind)):
+    if "class_path" in value and not (is_lrlhf(value) and is_dataclass(kind)):
         return False
     return all(map(_is_plain, value.values()))

@@ -27,9 +27,9 @@ def convert(arguments: Sequence[str]) -> None:
     parser.add_argument("source", type=Path, help="checkpoint to read")
     parser.add_argument("target", type=Path, help="checkpoint to write; must not exist")
     parser.add_argument("--to", choices=("sharded", "full"), help="default: what SOURCE is not")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     to: Literal["sharded", "full"]
     with blaming_user():
-        to = given.to or ("full" if is_folder_checkpoint(given.source) else "sharded")
-        convert_checkpoint(given.source, given.target, to)
-    sys.stdout.write(safe(f"wrote {given.target}\n"))
+        to = options.to or ("full" if is_folder_checkpoint(options.source) else "sharded")
+        convert_checkpoint(options.source, options.target, to)
+    sys.stdout.write(safe(f"wrote {options.target}\n"))

@@ -57,22 +57,22 @@ def options_of(class_path: str) -> frozenset[str] | None:
 
 def method_options(module: str, name: str, method: str) -> frozenset[str]:
     """Return the names of the parameters of a method that is there."""
-    (found,) = (
+    (constructor,) = (
         item
         for item in _classes(module)[name].body
         if isinstance(item, ast.FunctionDef) and item.name == method
     )
-    return _parameters(found) or frozenset()
+    return _parameters(constructor) or frozenset()
 
 
 def _parameters(function: ast.FunctionDef) -> frozenset[str] | None:
-    given = function.args
-    return None if given.kwarg is not None or given.vararg is not None else _named(function)
+    signature = function.args
+    return None if signature.kwarg is not None or signature.vararg is not None else _named(function)
 
 
 def _named(function: ast.FunctionDef) -> frozenset[str]:
-    given = function.args
-    names = [parameter.arg for parameter in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    spec = function.args
+    names = [each.arg for each in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs)]
     return frozenset(names[1:])
 
 
@@ -198,6 +198,6 @@ def _entries(node: yaml.Node) -> list[tuple[yaml.Node, yaml.Node]]:
     for _, source in (entry for entry in node.value if entry[0].tag == MERGE):
         several = isinstance(source, yaml.SequenceNode)
         merged += [
-            entry for one in (source.value if several else [source]) for entry in _entries(one)
+            entry for each in (source.value if several else [source]) for entry in _entries(each)
         ]
     return merged + [(key, value) for key, value in node.value if key.tag != MERGE]

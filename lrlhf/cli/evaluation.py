@@ -41,20 +41,20 @@ def take_export(options: Any) -> None:
     path = options.get("ckpt_path")
     if path is None or not is_export(path):
         return
-    given = options.model.get("init_args") or Namespace()  # type: ignore[no-untyped-call]
-    option = next((name for name in MODEL_OPTIONS if name in given), None)
+    arguments = options.model.get("init_args") or Namespace()  # type: ignore[no-untyped-call]
+    option = next((name for name in MODEL_OPTIONS if name in arguments), None)
     if option is None:
         raise ConfigError(
             f"ckpt_path: {path} is an exported model, and {options.model.class_path} has none of "
             f"the options {' and '.join(MODEL_OPTIONS)} to load it with; give a checkpoint"
         )
-    keep_reference(options, given[option])
-    spec = given[option]
+    keep_reference(options, arguments[option])
+    spec = arguments[option]
     spec = spec.get("init_args", spec) if isinstance(spec, Namespace) else {}
     if "source" in spec:
         spec["source"], spec["lora"] = str(path), None  # adapters are merged into an export
     else:
-        given[option] = str(path)
+        arguments[option] = str(path)
     options.ckpt_path = None
     options.trainer.default_root_dir = str(export_folder(options.trainer.default_root_dir, path))
 
@@ -71,10 +71,10 @@ def keep_reference(options: Any, original: str | Namespace) -> None:
     Raises:
         ConfigError: There is no such loss.
     """
-    given = options.model.get("init_args") or Namespace()  # type: ignore[no-untyped-call]
-    if not is_a(options.model.as_dict(), DPO) or given.get("reference") is not None:
+    arguments = options.model.get("init_args") or Namespace()  # type: ignore[no-untyped-call]
+    if not is_a(options.model.as_dict(), DPO) or arguments.get("reference") is not None:
         return
-    if not _has_reference(given.get("loss", "sigmoid")):
+    if not _has_reference(arguments.get("loss", "sigmoid")):
         return
     if isinstance(original, Namespace):
         original = original.clone()
@@ -83,7 +83,7 @@ def keep_reference(options: Any, original: str | Namespace) -> None:
         # new adapters add nothing to the reference, and those that are stored belong to it
         if lora is not None and lora.get("init_args", lora).get("source") is None:
             spec["lora"] = None
-    given["reference"] = original
+    arguments["reference"] = original
 
 
 def _has_reference(loss: str | Namespace) -> bool:
@@ -110,14 +110,16 @@ def show_evaluation(trainer: L.Trainer) -> None:
     sys.stdout.flush()
 
 
-def measurement_table(found: Sequence[Measurement]) -> str:
+def measurement_table(measurements: Sequence[Measurement]) -> str:
     """Return the metrics of an evaluation as a table."""
     table = Table(box=None, pad_edge=False)
     table.add_column("metric")
     for heading in ("value", "95 % interval", "n"):
         table.add_column(heading, justify="right")
-    for one in found:
-        known = not math.isnan(one.low)
-        interval = f"{one.low:.4g} to {one.high:.4g}" if known else ""
-        table.add_row(one.name, f"{one.value:.4g}", interval, str(one.number or ""))
+    for measurement in measurements:
+        known = not math.isnan(measurement.low)
+        interval = f"{measurement.low:.4g} to {measurement.high:.4g}" if known else ""
+        table.add_row(
+            measurement.name, f"{measurement.value:.4g}", interval, str(measurement.number or "")
+        )
     return plain_text(table)

@@ -65,7 +65,7 @@ def generate(arguments: Sequence[str]) -> None:
     Raises:
         ConfigError: A file, a row or an option cannot be used.
     """
-    given = parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     # not at the top: it brings torch, which help does without
-    summary = import_module("lrlhf.cli.batch_generation").answer_file(given)
+    summary = import_module("lrlhf.cli.batch_generation").answer_file(options)
     sys.stdout.write(safe(f"{summary}\n"))

@@ -81,12 +81,12 @@ def _source(model: str) -> str:
     """
     path = Path(model)
     if path.suffix != CHECKPOINT and path.is_dir() and not is_export(path):
-        found = next((path / one for one in _OF_RUN if (path / one).exists()), None)
-        if found is None and not any(path.glob("*.gguf")):
+        source = next((path / name for name in _OF_RUN if (path / name).exists()), None)
+        if source is None and not any(path.glob("*.gguf")):
             raise ConfigError(
                 f"{model} is no model: it has neither config.json nor {' nor '.join(_OF_RUN)}"
             )
-        return str(found or path)
+        return str(source or path)
     if (path.suffix == CHECKPOINT or model.startswith((".", "/"))) and not path.exists():
         raise ConfigError(f"no model {model}")
     return model
@@ -156,9 +156,9 @@ def _own_parameters(class_path: str, folders_of_code: Sequence[str]) -> Collecti
     """Return the parameters of a class of the user's."""
     sys.path[:0] = [folder for folder in folders_of_code if folder not in sys.path]
     try:
-        found = locate(class_path)
+        location = locate(class_path)
     except ErrorDuringImport as error:
         raise ConfigError(f"{class_path}: {error}") from error
-    if not isinstance(found, type):
+    if not isinstance(location, type):
         raise ConfigError(f"{class_path}: there is no such class")
-    return inspect.signature(found).parameters
+    return inspect.signature(location).parameters

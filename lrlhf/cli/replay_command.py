@@ -73,7 +73,7 @@ def show_replay(module: L.LightningModule, folder: Path) -> bool:
 def _report(replay: DumpReplay) -> Iterable[RenderableType]:
     dump = replay.dump
     yield _text(f"{dump.folder}: step {dump.step} ({dump.bundles[0].stage})")
-    for when, anomalies in (("then", dump.anomalies), ("now", replay.found)):
+    for when, anomalies in (("then", dump.anomalies), ("now", replay.anomalies)):
         for anomaly in anomalies:
             yield _text(f"{when}: {anomaly.kind}: {anomaly.text}")
         if not anomalies:

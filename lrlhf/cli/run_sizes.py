@@ -56,12 +56,12 @@ def training_steps(trainer: Mapping[str, Any], what: str, *, batches_per_step: i
 
 def _devices(accelerator: Any, devices: Any) -> tuple[int, str]:
     """Count the devices of a node, and say where the number comes from."""
-    given = f"trainer.devices {devices}"
+    setting = f"trainer.devices {devices}"
     if isinstance(devices, list) and devices:
-        return len(devices), given
+        return len(devices), setting
     text = str(devices).strip()
     if text in {"auto", "-1"}:
-        return _devices_here(accelerator, given)
+        return _devices_here(accelerator, setting)
     # as for Lightning, "2" are two devices and "0,1" or "3," those with these numbers
     listed = [part for part in text.split(",") if part.strip()]
     if not listed or not all(part.strip().isdigit() for part in listed) or text == "0":
@@ -69,17 +69,17 @@ def _devices(accelerator: Any, devices: Any) -> tuple[int, str]:
             f"trainer.devices is {devices!r}; give a number above 0, a list of device numbers, or "
             "auto"
         )
-    return len(listed) if "," in text else int(text), given
+    return len(listed) if "," in text else int(text), setting
 
 
-def _devices_here(accelerator: Any, given: str) -> tuple[int, str]:
+def _devices_here(accelerator: Any, setting: str) -> tuple[int, str]:
     if accelerator in ("auto", "gpu", "cuda") and CUDAAccelerator.is_available():
-        return CUDAAccelerator.auto_device_count(), f"{given}, the GPUs of this machine"
+        return CUDAAccelerator.auto_device_count(), f"{setting}, the GPUs of this machine"
     if accelerator in ("auto", "gpu", "mps") and MPSAccelerator.is_available():
-        return 1, f"{given}, the GPU of this machine"
+        return 1, f"{setting}, the GPU of this machine"
     if accelerator in ("auto", "cpu"):
-        return 1, f"{given}, 1 on a CPU"
-    return 1, f"{given}, assumed: this machine has no such device"
+        return 1, f"{setting}, 1 on a CPU"
+    return 1, f"{setting}, assumed: this machine has no such device"
 
 
 def has_batch_plan(options: Mapping[str, Any]) -> bool:

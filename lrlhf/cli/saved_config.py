@@ -29,9 +29,9 @@ def hide_hyperparameters(*parts: object) -> None:
     for part in parts:
         if not isinstance(part, L.LightningModule | L.LightningDataModule) or not part.hparams:
             continue
-        given = dict(part.hparams)
-        plain = without_secrets(given)
-        if any(_differences(given, plain, "")):
+        hyperparameters = dict(part.hparams)
+        plain = without_secrets(hyperparameters)
+        if any(_differences(hyperparameters, plain, "")):
             replace_hyperparameters(part, plain)
 
 

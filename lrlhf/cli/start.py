@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
 
-from lrlhf.cli.command_table import COMMANDS, HELP_OF_CLASS, REWARDS_OF_RUN, Takes
+from lrlhf.cli.command_table import COMMANDS, HELP_OF_CLASS, REWARDS_OF_RUN, CommandKind
 from lrlhf.cli.config_files import ConfigFile, config_arguments, read_config_files, remember_secrets
 from lrlhf.cli.early_checks import check_names
 from lrlhf.options.errors import ConfigError, say_error
@@ -39,7 +39,7 @@ def run(arguments: Sequence[str], *, debug: bool = False) -> int:
         command = COMMANDS.get(arguments[0], HELP_OF_CLASS)
         if arguments[0] == "reward" and not _runs_rewards(arguments):
             command = REWARDS_OF_RUN
-        if command.takes is Takes.FILES:
+        if command.kind is CommandKind.FILES:
             command.load()(arguments[1:])
             return 0
         files = read_config_files(arguments)

@@ -58,7 +58,7 @@ class _Run(NamedTuple):
     prompts: Mapping[str, Any]
 
 
-def load_to_talk(given: argparse.Namespace) -> tuple[TrainedPolicy, Sampling]:
+def load_to_talk(options: argparse.Namespace) -> tuple[TrainedPolicy, Sampling]:
     """Load what the options of a command name, and say how it answers people and programs.
 
     Raises:
@@ -66,23 +66,25 @@ def load_to_talk(given: argparse.Namespace) -> tuple[TrainedPolicy, Sampling]:
     """
     try:
         sampling = Sampling(
-            temperature=given.temperature, top_p=given.top_p, max_new_tokens=given.max_new_tokens
+            temperature=options.temperature,
+            top_p=options.top_p,
+            max_new_tokens=options.max_new_tokens,
         )
     except ValueError as error:
         raise ConfigError(str(error).removeprefix("sampling.")) from error
-    trained = load_named(given)
+    trained = load_named(options)
     stop = () if trained.sampling is None else trained.sampling.stop
     return trained, replace(sampling, stop=stop)
 
 
-def load_named(given: argparse.Namespace) -> TrainedPolicy:
+def load_named(options: argparse.Namespace) -> TrainedPolicy:
     """Load the policy that the options of `add_loading_options` name, see `load_trained`."""
     return load_trained(
-        given.source,
-        dtype=given.dtype,
-        device=given.device,
-        use_ema=given.use_ema,
-        trust_remote_code=given.trust_remote_code,
+        options.source,
+        dtype=options.dtype,
+        device=options.device,
+        use_ema=options.use_ema,
+        trust_remote_code=options.trust_remote_code,
     )
 
 
@@ -108,7 +110,7 @@ def load_trained(
         ConfigError: Nothing is there, it is damaged, or no language model; there is no such device;
             it would run code without consent.
     """
-    checkpoint, place, trusted = None, _device(device), trust_remote_code
+    checkpoint, target, trusted = None, _device(device), trust_remote_code
     with _as_one_line():
         checkpoint = _checkpoint_of(Path(source).expanduser())
     if isinstance(checkpoint, str):
@@ -119,7 +121,7 @@ def load_trained(
         if use_ema:
             raise ConfigError(f"use_ema: {source} is no checkpoint, and has no averaged weights")
         trained = _from_model(source, dtype, trusted=trusted)
-    trained.policy.model.to(place).eval().requires_grad_(False)  # type: ignore[arg-type]
+    trained.policy.model.to(target).eval().requires_grad_(False)  # type: ignore[arg-type]
     return trained
 
 
@@ -150,25 +152,25 @@ def _checkpoint_of(path: Path) -> Path | str | None:
         raise ConfigError(f"no checkpoint {path}{listed}")
     if not path.is_dir() or (path / "config.json").is_file() or any(path.glob("*.gguf")):
         return None
-    places = [place for place in (path / "checkpoints", path) if place.is_dir()]
+    folders = [folder for folder in (path / "checkpoints", path) if folder.is_dir()]
     passed: dict[Path, str] = {}
-    for place in places:
-        found = newest_intact(place, "last")
-        if found.path is not None:
-            return _export_instead(path, found.path) or found.path
-        passed |= found.passed
+    for folder in folders:
+        checkpoint = newest_intact(folder, "last")
+        if checkpoint.path is not None:
+            return _export_instead(path, checkpoint.path) or checkpoint.path
+        passed |= checkpoint.passed
     if (export := _export_of(path)) is not None:
         return export
     flaws = "".join(f"; {one}: {flaw}" for one, flaw in passed.items())
     raise ConfigError(
-        f"{path} has neither a checkpoint (looked in {', '.join(map(str, places))}) nor a "
+        f"{path} has neither a checkpoint (looked in {', '.join(map(str, folders))}) nor a "
         f"config.json{flaws}; give the folder of a run, a checkpoint, or a model"
     )
 
 
 def _export_of(run: Path) -> str | None:
     exports = (run / name for name in _EXPORTS)
-    return next((str(one) for one in exports if (one / "config.json").is_file()), None)
+    return next((str(export) for export in exports if (export / "config.json").is_file()), None)
 
 
 def _export_instead(run: Path, checkpoint: Path) -> str | None:
@@ -255,9 +257,9 @@ def _run_of(checkpoint: Path, *, trusted: bool) -> _Run:
     parser = Parser(exit_on_error=False)
     parser.add_argument("--policy", type=str | CausalLM)
     parser.add_argument("--sampling", type=Sampling)
-    given = {name: options[name] for name in ("policy", "sampling") if options.get(name)}
-    refuse_foreign_code(given, path, trusted=trusted)
-    built = parser.instantiate_classes(parser.parse_object(given))
+    run_options = {name: options[name] for name in ("policy", "sampling") if options.get(name)}
+    refuse_foreign_code(run_options, path, trusted=trusted)
+    built = parser.instantiate_classes(parser.parse_object(run_options))
     spec = CausalLM(source=built.policy) if isinstance(built.policy, str) else built.policy
     data = _section(_section(config, "data"), "init_args")
     prompts = {key: data[key] for key in _PROMPT_OPTIONS if data.get(key)}

@@ -19,8 +19,8 @@ from lrlhf.datamodules.loading.loader import (
     CHANGES,
     BalancedOrder,
     Companion,
+    CyclicOrder,
     EvalLoader,
-    GivenOrder,
     Order,
     TrainLoader,
     data_ranks,
@@ -50,7 +50,7 @@ from lrlhf.datamodules.loading.validation import (
     check_options,
     named_sets,
 )
-from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, BadRows, lost_notes
+from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, BadRows, unused_notes
 from lrlhf.datamodules.rows.conservation import Conservation, Reached
 from lrlhf.models import is_split
 from lrlhf.models.chat_templates import TemplateConstants
@@ -147,7 +147,7 @@ class RowKind(Generic[DraftT, RowT, BatchT]):
             added = {"source": component.name} if len(components) > 1 else {}
             for source in component.sources:
                 for number, row in enumerate(islice(source, limit), start=1):
-                    place = f"{source.name}:{number}"
+                    location = f"{source.name}:{number}"
                     bad_rows.total += 1
                     try:
                         if isinstance(row, BadRow):
@@ -155,9 +155,9 @@ class RowKind(Generic[DraftT, RowT, BatchT]):
                         columns.update(dict.fromkeys(row))
                         draft = parse({**added, **row, **component.columns}, source.folder)
                     except BadRow as problem:
-                        bad_rows.add(place, problem)
+                        bad_rows.add(location, problem)
                     else:
-                        drafts.append(Located(index, place, draft))
+                        drafts.append(Located(index, location, draft))
                         split += any(map(is_split, self.texts(draft)))
         values: Sequence[Any] = [draft.value for draft in drafts]
         rows: list[Located[RowT]] = []
@@ -175,7 +175,7 @@ class RowKind(Generic[DraftT, RowT, BatchT]):
         bad_rows.notes = [
             *_split_note(split),
             *self.notes([row.value for row in rows]),
-            *lost_notes(bad_rows.lost),
+            *unused_notes(bad_rows.unused),
         ]
         return Split(components, rows, tuple(columns))
 
@@ -189,7 +189,7 @@ class RowKind(Generic[DraftT, RowT, BatchT]):
 
         def parse(row: Row, folder: Path | None) -> DraftT:
             draft = self.parse(row, folder)
-            bad_rows.lost.update(conservation.lost(row, folder, draft))
+            bad_rows.unused.update(conservation.unused(row, folder, draft))
             return draft
 
         return parse
@@ -306,11 +306,11 @@ class RowDataModule(ShowsOptions, L.LightningDataModule, Generic[RowT, BatchT]):
         Raises:
             BadDataError: None of all rows can be used, or too many cannot.
         """
-        beside = cast("L.Trainer", _Beside(module))
-        found: list[FirstRows[RowT]] = []
-        for one in (NamedSet("", self._train, {}), *self._validation.sets):
-            what = one.what if found else "train"
-            kind, entries = self._make_kind(beside, **one.options), one.entries
+        trainer = cast("L.Trainer", _SingleProcessTrainer(module))
+        splits: list[FirstRows[RowT]] = []
+        for each in (NamedSet("", self._train, {}), *self._validation.sets):
+            what = each.what if splits else "train"
+            kind, entries = self._make_kind(trainer, **each.options), each.entries
             bad_rows, components = BadRows(what), components_of(entries)
             rows = kind.read_rows(components, bad_rows, limit=number).rows
             complete = bad_rows.total < number  # a source alone could have had more
@@ -319,12 +319,12 @@ class RowDataModule(ShowsOptions, L.LightningDataModule, Generic[RowT, BatchT]):
                 rows = kind.read_rows(components, bad_rows).rows
             if complete:
                 bad_rows.refuse(self._max_bad_fraction)
-            refuse_unreadable(beside, rows, kind.tokenizer, training=not found)
+            refuse_unreadable(trainer, rows, kind.tokenizer, training=not splits)
             values = [row.value for row in rows]
-            found.append(
+            splits.append(
                 FirstRows(what, values, bad_rows.total, complete=complete, notes=bad_rows.notes)
             )
-        return found
+        return splits
 
     def read_all(
         self,
@@ -339,21 +339,21 @@ class RowDataModule(ShowsOptions, L.LightningDataModule, Generic[RowT, BatchT]):
             change: Returns how to read rows, given how a run reads them.
             count: Makes what counts the bad rows of the data of such a name.
         """
-        beside = cast("L.Trainer", _Beside(module))
+        trainer = cast("L.Trainer", _SingleProcessTrainer(module))
 
         def read(one: NamedSet, what: str) -> Split[Any]:
-            kind = change(self._make_kind(beside, **one.options))
+            kind = change(self._make_kind(trainer, **one.options))
             split = kind.read_rows(components_of(one.entries), count(what))
             return kind.check(split, what) if split.rows else split
 
         train = read(NamedSet("", self._train, {}), "train")
         if not train.rows:
             return train, {}
-        keys = change(self._make_kind(beside)).keys
-        return self._validation.load(train, lambda one: read(one, one.what), keys)
+        keys = change(self._make_kind(trainer)).keys
+        return self._validation.load(train, lambda each: read(each, each.what), keys)
 
     def prepare_data(self) -> None:
-        own = (one.entries for one in self._validation.sets)
+        own = (named_set.entries for named_set in self._validation.sets)
         for entries in (self._train, *own, self._besides or ()):
             for component in components_of(entries) if entries else ():
                 for source in component.sources:
@@ -365,10 +365,10 @@ class RowDataModule(ShowsOptions, L.LightningDataModule, Generic[RowT, BatchT]):
             train = kind.load(self._train, "train", self._max_bad_fraction)
             self._splits = self._validation.load(train, partial(self._load_set, kind), kind.keys)
             refuse_other_rows(self.trainer, self._splits, dated=kind.dated)
-        train, held = self._splits
+        train, held_out = self._splits
         if stage == "fit":
             refuse_unreadable(self.trainer, train.rows, kind.tokenizer, training=True)
-        for split in held.values():
+        for split in held_out.values():
             refuse_unreadable(self.trainer, split.rows, kind.tokenizer, training=False)
         pin = torch.cuda.is_available() if self._pin_memory is None else self._pin_memory
         self._fetching = Fetching(kind.collate, self._num_workers, pin, kind.read)
@@ -422,7 +422,7 @@ class RowDataModule(ShowsOptions, L.LightningDataModule, Generic[RowT, BatchT]):
 
     def val_dataloader(self) -> EvalLoader[RowT, BatchT] | list[EvalLoader[RowT, BatchT]]:
         """Return a loader of every row of the validation set; of named sets a list of loaders."""
-        _, (_, held), fetching = self._ready
+        _, (_, held_out), fetching = self._ready
         loaders = [
             EvalLoader(
                 split.values,
@@ -430,7 +430,7 @@ class RowDataModule(ShowsOptions, L.LightningDataModule, Generic[RowT, BatchT]):
                 fetching=replace(fetching, drop=True),
                 ranks=data_ranks(self.trainer),
             )
-            for split in held.values()
+            for split in held_out.values()
         ]
         return loaders[0] if self.val_names == ("",) else loaders
 
@@ -439,9 +439,9 @@ class RowDataModule(ShowsOptions, L.LightningDataModule, Generic[RowT, BatchT]):
 
         The position in the train data stays where it is. All ranks get equally many batches.
         """
-        _, (train, held), fetching = self._ready
+        _, (train, held_out), fetching = self._ready
         fetching, ranks = replace(fetching, drop=True), data_ranks(self.trainer)
-        for split in (train, *held.values()):
+        for split in (train, *held_out.values()):
             yield from EvalLoader(split.values, self._batch_size, fetching=fetching, ranks=ranks)
 
     def test_dataloader(self) -> EvalLoader[RowT, BatchT] | list[EvalLoader[RowT, BatchT]]:
@@ -467,11 +467,11 @@ class RowDataModule(ShowsOptions, L.LightningDataModule, Generic[RowT, BatchT]):
             loader.load_state_dict(state_dict)
 
     def __repr__(self) -> str:
-        train, held = self._splits or (None, {})
+        train, held_out = self._splits or (None, {})
         lines = [
             f"{type(self).__name__}(batch_size={self._batch_size})",
             f"train: {described(self._train, train)}",
-            *self._validation.described(held, described),
+            *self._validation.described(held_out, described),
         ]
         return "\n  ".join(lines)
 
@@ -489,7 +489,7 @@ class RowDataModule(ShowsOptions, L.LightningDataModule, Generic[RowT, BatchT]):
     def _order(self, kind: RowKind[Any, RowT, BatchT], train: Split[RowT], world: int) -> Order:
         rows = len(train.rows)
         if not self._shuffle:
-            return GivenOrder(rows, rows - rows % (self._batch_size * world), self._seed)
+            return CyclicOrder(rows, rows - rows % (self._batch_size * world), self._seed)
         order = train.order(self._seed)
         if kind.cost is None or world == 1:
             return order
@@ -541,7 +541,7 @@ def refuse_unreadable(
         (limits if answered else replace(limits, response=0)).refuse_texts(texts, tokenizer)
 
 
-class _Beside:
+class _SingleProcessTrainer:
     """Stands in for a trainer of one process, of which data modules ask for the module alone."""
 
     distributed_sampler_kwargs = None

@@ -118,7 +118,7 @@ class PreferenceDataModule(TextDataModule[PairRow, PreferenceBatch]):
         _parser_of(**self._row_options)  # what cannot be read is refused at once
         super().__init__(self._pairs, train, val, row_options=self._row_options, **options)
         self._max_tokens = max_tokens
-        self._given_heads = head_names
+        self._chosen_heads = head_names
         self._heads: tuple[str, ...] = ()
         self._sources: dict[str | None, tuple[Split[PairRow], Mapping[str, str]]] = {}
 
@@ -141,8 +141,8 @@ class PreferenceDataModule(TextDataModule[PairRow, PreferenceBatch]):
         """
         if self._splits is None:  # a step that is taken again has no data
             return {}
-        train, held = self._splits
-        split = train if val is None else held[val]
+        train, held_out = self._splits
+        split = train if val is None else held_out[val]
         if split is not self._sources.get(val, (None, {}))[0]:
             self._sources[val] = split, _source_names(split, val)
         return self._sources[val][1]
@@ -152,7 +152,9 @@ class PreferenceDataModule(TextDataModule[PairRow, PreferenceBatch]):
     ) -> RowKind[PairDraft, PairRow, PreferenceBatch]:
         tokenizer, chat, media = self.reader(trainer)
         media = media.limited(self._max_tokens, "max_tokens")
-        heads = of_module(trainer, "head_names") if self._given_heads is None else self._given_heads
+        heads = (
+            of_module(trainer, "head_names") if self._chosen_heads is None else self._chosen_heads
+        )
         self._heads = heads = ("reward",) if heads is None else tuple(heads)
         if not heads or len(set(heads)) < len(heads):
             raise ValueError(f"head_names={list(heads)!r}: give at least one name, each only once")
@@ -200,14 +202,14 @@ def _parser_of(
 
 
 def _source_names(split: Split[PairRow], val: str | None) -> Mapping[str, str]:
-    found = dict.fromkeys(str(row.info["source"]) for row in split.values if "source" in row.info)
-    if len(found) > MOST_SOURCES:
+    names = dict.fromkeys(str(row.info["source"]) for row in split.values if "source" in row.info)
+    if len(names) > MOST_SOURCES:
         rank_zero_only(logger.info)(
             "the column source of the %s rows has %d values: metrics do not tell them apart",
             "train" if val is None else title_of(val),
-            len(found),
+            len(names),
         )
-    return distinct_names(found) if 1 < len(found) <= MOST_SOURCES else {}
+    return distinct_names(names) if 1 < len(names) <= MOST_SOURCES else {}
 
 
 def _check(heads: Sequence[str], split: Split[PairRow], what: str) -> Split[PairRow]:
@@ -231,7 +233,7 @@ def _check(heads: Sequence[str], split: Split[PairRow], what: str) -> Split[Pair
 
 def _pair_tokens(row: PairRow) -> int | None:
     """Tokens to compute for a pair, the prompt of both candidates once."""
-    if any(text.unread for text in row.texts):
+    if any(text.deferred for text in row.texts):
         return None  # how long an image or video is, is known once it is read
     first, second = row.texts
     return len(first.input_ids) + len(second.input_ids) - min(first.start, second.start)

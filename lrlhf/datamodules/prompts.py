@@ -21,7 +21,7 @@ from lrlhf.datamodules.loading.validation import Validation
 from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.chat import tokenize_prompts
 from lrlhf.datamodules.rows.collate import PromptRow, collate_prompts, with_place
-from lrlhf.datamodules.rows.media_rows import Unread
+from lrlhf.datamodules.rows.media_rows import DeferredMedia
 from lrlhf.datamodules.rows.prompt_rows import (
     DEFAULT_PROMPT_COLUMN,
     ColumnPattern,
@@ -185,7 +185,7 @@ def tokenize_drafts(
     return [
         PromptRow(
             input_ids=ids,
-            unread=Unread(draft.text, draft.refs) if draft.refs else None,
+            deferred=DeferredMedia(draft.text, draft.refs) if draft.refs else None,
             prompt=draft.prompt,
             columns={**every, **draft.columns},
         )
@@ -198,7 +198,7 @@ def _key(row: PromptRow) -> str:
     prompt = row.prompt
     if not isinstance(prompt, str):
         prompt = json.dumps([dict(message) for message in prompt], sort_keys=True, default=str)
-    return prompt if row.unread is None else f"{prompt}\n{row.unread.refs.key}"
+    return prompt if row.deferred is None else f"{prompt}\n{row.deferred.refs.key}"
 
 
 def _without_duplicates(split: Split[PromptRow], what: str) -> Split[PromptRow]:

@@ -75,16 +75,16 @@ class ReplayDataModule(RowDataModule[Path, StoredRollout]):
 
 def _checked(split: Split[Path], world: int) -> Split[Path]:
     """Make sure that all groups are of one size, and files too where several ranks share them."""
-    wanted: tuple[int, Path] | None = None
+    expected: tuple[int, Path] | None = None
     rows: dict[int, Path] = {}
     for path in split.values:
         sizes = _group_sizes(path)
-        wanted = wanted or (sizes[0], path)
+        expected = expected or (sizes[0], path)
         for group, size in enumerate(sizes):
-            if size != wanted[0]:
+            if size != expected[0]:
                 raise ValueError(
-                    f"{path}: group {group} holds {size} responses, the first group of {wanted[1]} "
-                    f"holds {wanted[0]}: remove the files of other runs"
+                    f"{path}: group {group} holds {size} responses, the first group of "
+                    f"{expected[1]} holds {expected[0]}: remove the files of other runs"
                 )
         rows.setdefault(sum(sizes), path)
     if len(rows) > 1 and world > 1:

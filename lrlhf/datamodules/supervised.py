@@ -108,7 +108,7 @@ class SupervisedDataModule(TextDataModule[SupervisedRow, SupervisedBatch]):
             notes=endings.notes,
             placed=lambda row, place: replace(row, place=place),
             read=media,
-            cost=lambda row: None if row.unread else len(row.input_ids),
+            cost=lambda row: None if row.deferred else len(row.input_ids),
             tokenizer=tokenizer,
             made_with=(tokenizer,),
             dated=chat.dated,

@@ -1,8 +1,8 @@
 """Agents: programs that call the policy through an OpenAI-compatible endpoint of the run.
 
 `AgentSession` is one episode of an agent. `ChatEndpoint` serves chat completions, one key for each
-conversation, and passes every request on as a `Question`. `read_chat_request` and `completion` are
-the protocol: bodies as OpenAI's clients send and read them.
+conversation, and passes every request on as a `PendingRequest`. `read_chat_request` and
+`completion` are the protocol: bodies as OpenAI's clients send and read them.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ except ImportError as error:
 
 from lrlhf.background import EventLoop
 from lrlhf.environments.session import (
-    Asked,
     EnvironmentFailure,
     Reaction,
+    TurnPrompt,
     TurnTokens,
     accepted_columns,
     call,
@@ -63,7 +63,14 @@ from lrlhf.web import (
     parse_json,
 )
 
-__all__ = ["AgentSession", "ChatAnswer", "ChatEndpoint", "Question", "call_ids", "turn_message"]
+__all__ = [
+    "AgentSession",
+    "ChatAnswer",
+    "ChatEndpoint",
+    "PendingRequest",
+    "call_ids",
+    "turn_message",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +127,7 @@ class AgentSession:
         self._call_ids = call_ids()
         self._key: str | None = None
         self._running: asyncio.Task[Any] | None = None
-        self._question: Question | None = None
+        self._request: PendingRequest | None = None
         self._reward: float | None = 0.0
 
     @property
@@ -128,38 +135,38 @@ class AgentSession:
         return []  # the agent calls its own, and describes them in its requests
 
     @property
-    def gives_rewards(self) -> bool:
+    def has_rewards(self) -> bool:
         return self._reward is not None  # of an agent that was stopped it is 0
 
-    async def open(self, row: Mapping[str, Any]) -> Asked:
+    async def open(self, row: Mapping[str, Any]) -> TurnPrompt:
         """Start the agent, and return its first request."""
-        self._questions: asyncio.Queue[Question] = asyncio.Queue()
+        self._requests: asyncio.Queue[PendingRequest] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        questions = self._questions
+        requests = self._requests
         base_url, self._key = self._endpoint.enter(
-            lambda question: loop.call_soon_threadsafe(questions.put_nowait, question)
+            lambda request: loop.call_soon_threadsafe(requests.put_nowait, request)
         )
         available = {**row, "base_url": base_url, "api_key": self._key, "model": MODEL}
         function = partial(self._agent, **accepted_columns(self._agent, available))
         self._running = asyncio.ensure_future(call(function, []))
-        asked = await self._next(self._reset_timeout)
-        if asked is None:
+        prompt = await self._next(self._reset_timeout)
+        if prompt is None:
             raise EnvironmentFailure(f"{self._name} ended without asking the policy anything")
-        return asked
+        return prompt
 
     async def react(self, text: str, raw: str, tokens: TurnTokens | None = None) -> Reaction:
         """Answer the agent with a turn of the policy, and wait for its next request or its end."""
-        assert self._question is not None
-        read_calls = self._read_calls if self._question.asked.tools else None
+        assert self._request is not None
+        read_calls = self._read_calls if self._request.prompt.tools else None
         message = turn_message(text, raw, read_calls, self._call_ids)
-        self._question.answer(ChatAnswer(message, tokens))
+        self._request.answer(ChatAnswer(message, tokens))
         calls = tuple(
             {"type": "function", "function": each["function"]}
             for each in message.get("tool_calls", ())
         )
-        asked = await self._next(self._timeout)
-        reason = "stop" if asked is None else None
-        return Reaction(calls, (), 0.0, reason, asked, message["content"])
+        prompt = await self._next(self._timeout)
+        reason = "stop" if prompt is None else None
+        return Reaction(calls, (), 0.0, reason, prompt, message["content"])
 
     async def outcome(self) -> float:
         return self._reward or 0.0
@@ -178,16 +185,16 @@ class AgentSession:
         if not running.cancelled():
             running.exception()  # retrieved, so that asyncio does not log it
 
-    async def _next(self, limit: float) -> Asked | None:
+    async def _next(self, limit: float) -> TurnPrompt | None:
         """Wait for a request; None: the agent has ended."""
         assert self._running is not None
         try:
             async with asyncio.timeout(limit):
                 while not self._running.done():
-                    question = await self._question_or_end(self._running)
-                    if question is not None and question.start():
-                        self._question = question
-                        return question.asked
+                    pending = await self._request_or_end(self._running)
+                    if pending is not None and pending.start():
+                        self._request = pending
+                        return pending.prompt
         except TimeoutError as error:
             what = f"{self._name} neither asked nor ended within {limit:g} s"
             raise EnvironmentFailure(what) from error
@@ -199,29 +206,29 @@ class AgentSession:
         self._reward = None if returned is None else finite_reward(returned, self._name)
         return None
 
-    async def _question_or_end(self, running: asyncio.Task[Any]) -> Question | None:
-        question = asyncio.ensure_future(self._questions.get())
+    async def _request_or_end(self, running: asyncio.Task[Any]) -> PendingRequest | None:
+        pending = asyncio.ensure_future(self._requests.get())
         try:
-            await asyncio.wait({question, running}, return_when=asyncio.FIRST_COMPLETED)
-            return question.result() if question.done() else None
+            await asyncio.wait({pending, running}, return_when=asyncio.FIRST_COMPLETED)
+            return pending.result() if pending.done() else None
         finally:
-            question.cancel()
+            pending.cancel()
 
 
 class ConversationOverError(Exception):
     """A request will not be answered any more."""
 
 
-class Question:
+class PendingRequest:
     """A request that waits for its answer.
 
     Args:
-        asked: Its messages and options.
+        prompt: Its messages and options.
         user: Of the client, by its own account; None: unknown.
     """
 
-    def __init__(self, asked: Asked, user: str | None = None) -> None:
-        self.asked = asked
+    def __init__(self, prompt: TurnPrompt, user: str | None = None) -> None:
+        self.prompt = prompt
         self.user = user
         self.future: Future[ChatAnswer] = Future()
 
@@ -249,7 +256,7 @@ class Question:
             self.future.set_exception(error)
 
 
-Ask = Callable[[Question], object]
+Ask = Callable[[PendingRequest], object]
 """Receives a request, in the endpoint's thread; raises `RuntimeError` if it cannot."""
 
 
@@ -356,7 +363,7 @@ class _Conversations:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: dict[str, tuple[Ask, set[Question]]] = {}
+        self._open: dict[str, tuple[Ask, set[PendingRequest]]] = {}
         self._warned: set[str] = set()
 
     def open(self, key: str, ask: Ask) -> None:
@@ -366,9 +373,9 @@ class _Conversations:
     def end(self, key: str) -> None:
         with self._lock:
             _, waiting = self._open.pop(key, (None, set()))
-            questions = [*waiting]
-        for question in questions:
-            question.give_up()
+            requests = [*waiting]
+        for pending in requests:
+            pending.give_up()
 
     def end_all(self) -> None:
         for key in [*self._open]:
@@ -385,21 +392,21 @@ class _Conversations:
             ClientDisconnect: The client has disconnected.
         """
         self._warn(request)
-        question = Question(request.asked, request.user)
+        pending = PendingRequest(request.prompt, request.user)
         with self._lock:
             if key not in self._open:
                 raise ConversationOverError
             ask, waiting = self._open[key]
-            waiting.add(question)
+            waiting.add(pending)
         try:
-            ask(question)
+            ask(pending)
         except RuntimeError as error:
             raise ConversationOverError from error
         try:
-            return await _while_connected(question, client)
+            return await _while_connected(pending, client)
         finally:
             with self._lock:
-                waiting.discard(question)
+                waiting.discard(pending)
 
     def _warn(self, request: ChatRequest) -> None:
         room = _MAX_WARNED - len(self._warned)
@@ -422,8 +429,8 @@ def _app(conversations: _Conversations) -> Starlette:
             return _no_such_key()
         try:
             request.state.known = True  # see Connection
-            asked = await _read(request, reader)
-            return completion(asked, await conversations.answer(key, asked, request))
+            chat_request = await _read(request, reader)
+            return completion(chat_request, await conversations.answer(key, chat_request, request))
         except RefusedError as error:
             return refusal(error.status, error.problem, code=error.code, param=error.param)
         except ConversationOverError:
@@ -476,8 +483,8 @@ def _parsed(content: bytearray) -> ChatRequest:
     return read_chat_request(parse_json(content, _MAX_VALUES))
 
 
-async def _while_connected(question: Question, client: Request) -> ChatAnswer:
-    answer = asyncio.wrap_future(question.future)
+async def _while_connected(pending: PendingRequest, client: Request) -> ChatAnswer:
+    answer = asyncio.wrap_future(pending.future)
     # all of the body has come
     disconnect: asyncio.Future[Any] = asyncio.ensure_future(client.receive())
     either: set[asyncio.Future[Any]] = {answer, disconnect}
@@ -562,7 +569,7 @@ class RefusedError(ValueError):
 class ChatRequest(NamedTuple):
     """A request, and the form of its answer."""
 
-    asked: Asked
+    prompt: TurnPrompt
     user: str | None
     """Of the client, by its own account."""
     model: str
@@ -597,14 +604,14 @@ def read_chat_request(value: Any) -> ChatRequest:
             remedy = f"it takes {values}" if values else "leave it out"
             raise RefusedError(f"{name}: this endpoint does not have that; {remedy}", name)
     hidden = others.get("tool_choice") == "none"
-    asked = Asked(
+    prompt = TurnPrompt(
         messages=tuple(_message(each, index) for index, each in enumerate(body.messages)),
         tools=() if hidden else tuple(tool.model_dump() for tool in body.tools or ()),
         max_tokens=body.max_completion_tokens or body.max_tokens,
     )
     known = {*_ACCEPTED, *_WITHOUT_EFFECT}
     return ChatRequest(
-        asked,
+        prompt,
         body.user,
         body.model,
         stream=bool(body.stream),
@@ -613,7 +620,7 @@ def read_chat_request(value: Any) -> ChatRequest:
     )
 
 
-class _Part(BaseModel):
+class _ContentPart(BaseModel):
     model_config = ConfigDict(extra="allow")
     type: str
     text: str | None = None
@@ -633,7 +640,7 @@ class _Call(BaseModel):
 class _Message(BaseModel):
     model_config = ConfigDict(extra="allow")
     role: Literal["developer", "system", "user", "assistant", "tool"]
-    content: str | list[_Part] | None = None
+    content: str | list[_ContentPart] | None = None
     tool_calls: list[_Call] | None = None
 
 

@@ -53,7 +53,7 @@ class EnvironmentFailure(RuntimeError):  # noqa: N818  a state of an episode, as
     """An environment raised, took too long, or answered with what cannot be used."""
 
 
-class Asked(NamedTuple):
+class TurnPrompt(NamedTuple):
     """The complete prompt of a turn, from what holds the conversation itself, such as an agent."""
 
     messages: tuple[Message, ...]
@@ -63,7 +63,7 @@ class Asked(NamedTuple):
     """Of the turn; None: the run's own limit alone."""
 
 
-Shown = str | Asked | None
+Shown = str | TurnPrompt | None
 """What an environment begins with: text behind the prompt, a prompt of its own, or nothing."""
 
 
@@ -86,7 +86,7 @@ class Reaction(NamedTuple):
     reward: float
     finish_reason: str | None
     """``stop`` or ``done``; None: the episode goes on."""
-    asked: Asked | None = None
+    next_prompt: TurnPrompt | None = None
     """The next turn's prompt, in place of ``messages`` behind the conversation so far."""
     content: str | None = None
     """The turn without ``calls``; None: the format does not locate them."""
@@ -108,7 +108,7 @@ class EpisodeSession(Protocol):
         ...
 
     @property
-    def gives_rewards(self) -> bool:
+    def has_rewards(self) -> bool:
         """Whether turns or the episode get a reward; at the end."""
         ...
 
@@ -172,7 +172,7 @@ class Session:
         return list(self._tools.values())
 
     @property
-    def gives_rewards(self) -> bool:
+    def has_rewards(self) -> bool:
         methods = ("reward", "get_reward")
         return any(callable(getattr(self.environment, name, None)) for name in methods)
 

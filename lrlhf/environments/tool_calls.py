@@ -358,7 +358,7 @@ class _MalformedError(Exception):
         self.reached = reached
 
 
-class _Read(NamedTuple):
+class _ParsedCalls(NamedTuple):
     """The calls that were read at one position."""
 
     calls: list[ToolCall]
@@ -398,7 +398,7 @@ class _Scan:
     """
 
     def __init__(
-        self, turn: str, form: _Format, read: Callable[[str, re.Match[str]], _Read]
+        self, turn: str, form: _Format, read: Callable[[str, re.Match[str]], _ParsedCalls]
     ) -> None:
         self._form, self._read = form, read
         self._text, self._position = turn, 0
@@ -492,7 +492,7 @@ class _Scan:
 
 
 def _calls_in(
-    turn: str, form: _Format, read: Callable[[str, re.Match[str]], _Read]
+    turn: str, form: _Format, read: Callable[[str, re.Match[str]], _ParsedCalls]
 ) -> list[ToolCall | MalformedCall]:
     scan = _Scan(turn, form, read)
     scan.run()
@@ -583,10 +583,10 @@ _HERMES = _Format(
 )
 
 
-def _hermes_call(text: str, opening: re.Match[str]) -> _Read:
+def _hermes_call(text: str, opening: re.Match[str]) -> _ParsedCalls:
     value, end = _json_at(text, opening.end())
     end = _expect(text, end, "</tool_call>")
-    return _Read([_call_of(value, end)], end)
+    return _ParsedCalls([_call_of(value, end)], end)
 
 
 _QWEN_CODER = _Format(
@@ -600,7 +600,7 @@ _QWEN_CODER_PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>\n?")
 _QWEN_CODER_VALUE_END = re.compile(r"\n?</parameter>|<function=")
 
 
-def _qwen_coder_call(text: str, opening: re.Match[str]) -> _Read:
+def _qwen_coder_call(text: str, opening: re.Match[str]) -> _ParsedCalls:
     name = _QWEN_CODER_NAME.match(text, opening.end())
     if not name or not opening.group().endswith("="):
         raise _MalformedError("no <function=NAME> where the call begins")
@@ -616,7 +616,7 @@ def _qwen_coder_call(text: str, opening: re.Match[str]) -> _Read:
     close = _QWEN_CODER_END.match(text, end)
     if not close:
         raise _MalformedError("no </function> where the call should end", end)
-    return _Read([_checked(name[1].strip(), arguments, close.end())], close.end())
+    return _ParsedCalls([_checked(name[1].strip(), arguments, close.end())], close.end())
 
 
 _MISTRAL_NAMED = r"[^\W\d][\w.-]*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?(?=\{)"
@@ -631,13 +631,13 @@ _MISTRAL = _Format(
 _MISTRAL_CALL = re.compile(rf"\s*({_MISTRAL_NAMED})")
 
 
-def _mistral_calls(text: str, opening: re.Match[str]) -> _Read:
+def _mistral_calls(text: str, opening: re.Match[str]) -> _ParsedCalls:
     start = _skip_space(text, opening.end())
     if text.startswith(("[", "{"), start):
         values, end = _json_at(text, start)
         if not isinstance(values, list):
             raise _MalformedError("not a list of calls", end)
-        return _Read([_call_of(value, end) for value in values], end)
+        return _ParsedCalls([_call_of(value, end) for value in values], end)
     calls: list[ToolCall] = []
     end = start
     while head := _MISTRAL_CALL.match(text, end):
@@ -645,7 +645,7 @@ def _mistral_calls(text: str, opening: re.Match[str]) -> _Read:
         calls.append(_checked(head[1].partition("[")[0], arguments, end))
     if not calls:
         raise _MalformedError("neither a list of calls nor NAME{…} after [TOOL_CALLS]")
-    return _Read(calls, end)
+    return _ParsedCalls(calls, end)
 
 
 _DEEPSEEK = _Format(
@@ -656,7 +656,7 @@ _DEEPSEEK = _Format(
 _DEEPSEEK_HEAD = re.compile(r"([^<\n]*)<｜tool▁sep｜>(?:([^\n{<]+)\n```json\n)?")
 
 
-def _deepseek_call(text: str, opening: re.Match[str]) -> _Read:
+def _deepseek_call(text: str, opening: re.Match[str]) -> _ParsedCalls:
     head = _DEEPSEEK_HEAD.match(text, opening.end())
     if not head:
         raise _MalformedError("no <｜tool▁sep｜> in the call")
@@ -664,7 +664,7 @@ def _deepseek_call(text: str, opening: re.Match[str]) -> _Read:
     if head[2]:
         end = _expect(text, end, "```")
     end = _expect(text, end, "<｜tool▁call▁end｜>")
-    return _Read([_checked((head[2] or head[1]).strip(), arguments, end)], end)
+    return _ParsedCalls([_checked((head[2] or head[1]).strip(), arguments, end)], end)
 
 
 _PYTHON = _Format(
@@ -685,7 +685,7 @@ _PYTHON_PIECE = re.compile(
 """What a list of calls may hold that its end is looked for behind, and what may end it."""
 
 
-def _python_calls(text: str, opening: re.Match[str]) -> _Read:
+def _python_calls(text: str, opening: re.Match[str]) -> _ParsedCalls:
     reached, close = opening.end(), None
     for close in _PYTHON_PIECE.finditer(text, opening.end()):
         if close["string"] is None:
@@ -708,7 +708,7 @@ def _python_calls(text: str, opening: re.Match[str]) -> _Read:
         raise _MalformedError(f"not a list of calls in Python: {error}", reached) from None
     except (RecursionError, MemoryError):
         raise _MalformedError("the calls are nested too deeply", reached) from None
-    return _Read(calls, close.end() if close else len(text))
+    return _ParsedCalls(calls, close.end() if close else len(text))
 
 
 def _python_call(node: ast.expr, reached: int) -> ToolCall:
@@ -760,6 +760,6 @@ _LLAMA_JSON = _Format(
 )
 
 
-def _llama_json_call(text: str, opening: re.Match[str]) -> _Read:
+def _llama_json_call(text: str, opening: re.Match[str]) -> _ParsedCalls:
     value, end = _json_at(text, opening.end())
-    return _Read([_call_of(value, end)], end)
+    return _ParsedCalls([_call_of(value, end)], end)

@@ -39,14 +39,14 @@ def generalized_jsd(
     """
     if not 0 <= beta <= 1:
         raise ValueError(f"beta is {beta}; it must lie in [0, 1]")
-    own, theirs = logprobs.clamp(min=_FAR), teacher_logprobs.detach().clamp(min=_FAR)
+    own, teacher = logprobs.clamp(min=_FAR), teacher_logprobs.detach().clamp(min=_FAR)
     if beta == 1:
-        return _kl(own, theirs)
+        return _kl(own, teacher)
     if beta == 0:
-        return _kl(theirs, own)
+        return _kl(teacher, own)
     weight = torch.tensor(beta, dtype=own.dtype, device=own.device)
-    mixture = torch.logaddexp(own + torch.log1p(-weight), theirs + weight.log())
-    return beta * _kl(theirs, mixture) + (1 - beta) * _kl(own, mixture)
+    mixture = torch.logaddexp(own + torch.log1p(-weight), teacher + weight.log())
+    return beta * _kl(teacher, mixture) + (1 - beta) * _kl(own, mixture)
 
 
 def _kl(logprobs: Float[Tensor, "*dims V"], other: Float[Tensor, "*dims V"]) -> Tensor:
@@ -58,9 +58,9 @@ def with_rest(logprobs: Float[Tensor, "N K"]) -> Float[Tensor, "N L"]:
 
     Without gradient: a rest that is smaller than what rounding leaves of it is as small as that.
     """
-    kept = logprobs.exp().sum(dim=-1, keepdim=True)
-    rest = (1 - kept).clamp(min=torch.finfo(kept.dtype).eps).log()
-    return torch.cat([logprobs, rest], dim=-1)
+    mass = logprobs.exp().sum(dim=-1, keepdim=True)
+    remainder = (1 - mass).clamp(min=torch.finfo(mass.dtype).eps).log()
+    return torch.cat([logprobs, remainder], dim=-1)
 
 
 def gathered_with_rest(
@@ -133,7 +133,7 @@ class TeacherRows(Protocol):
         ...
 
 
-class WholeRows(NamedTuple):
+class BatchDistribution(NamedTuple):
     """A teacher whose whole distribution is computed from its hidden states, chunk by chunk."""
 
     hidden: Float[Tensor, "N H"]
@@ -170,7 +170,6 @@ class TopRows(NamedTuple):
     def compare(
         self, rows: slice, logprobs: Float[Tensor, "C V"], targets: Int[Tensor, " C"]
     ) -> Compared:
-        """See `TeacherRows`."""
         ids = self.ids[rows]
         teacher = self.logprobs[rows].to(logprobs.dtype)
         if ids.shape[1] == logprobs.shape[1]:  # there are no others

@@ -15,8 +15,8 @@ from lrlhf.functional.policy import sequence_ratio
 
 
 def _token_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    kept = torch.where(mask, log_ratio, 0.0)
-    return kept.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    masked = torch.where(mask, log_ratio, 0.0)
+    return masked.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def _sequence_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:

@@ -107,9 +107,9 @@ class _LinearLogprob(torch.autograd.Function):
                 ctx.save_for_backward(direction)
                 return logprobs, None, is_top
             rows = min(plan.chunk_size, len(hidden)) if of_hidden or of_weight else 0
-            kept = hidden.new_empty((rows, len(weight)), dtype=plan.wide)
-            result = _statistics(_Blocks(hidden, weight, plan), targets, kept)
-        ctx.save_for_backward(hidden, weight, targets, result.normalizer, result.entropy, kept)
+            cache = hidden.new_empty((rows, len(weight)), dtype=plan.wide)
+            result = _statistics(_Blocks(hidden, weight, plan), targets, cache)
+        ctx.save_for_backward(hidden, weight, targets, result.normalizer, result.entropy, cache)
         ctx.mark_non_differentiable(result.is_top)
         return result.logprobs, result.entropy, result.is_top
 
@@ -123,7 +123,7 @@ class _LinearLogprob(torch.autograd.Function):
             (direction,) = saved
             assert grad_logprobs is not None  # the only output
             return (direction * grad_logprobs[:, None]).to(direction.dtype), None, None, None
-        hidden, weight, targets, normalizer, entropy, kept = saved
+        hidden, weight, targets, normalizer, entropy, cache = saved
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(normalizer)
         rows = RowGradients(targets, normalizer, entropy, grad_logprobs, grad_entropy)
@@ -131,7 +131,7 @@ class _LinearLogprob(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden, dtype=ctx.plan.wide) if of_hidden else None
         grad_weight = torch.zeros_like(weight) if of_weight else None
         with torch.autocast(hidden.device.type, enabled=False):
-            _add_gradients(_Blocks(hidden, weight, ctx.plan), rows, kept, grad_hidden, grad_weight)
+            _add_gradients(_Blocks(hidden, weight, ctx.plan), rows, cache, grad_hidden, grad_weight)
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
         return grad_hidden, grad_weight, None, None
@@ -173,10 +173,10 @@ class _Blocks:
         for span in _spans(0, len(self._weight), self._width):
             yield _Columns(span, self._weight[span].to(self.plan.dtype))
 
-    def rows(self, kept: int) -> list[slice]:
-        """Split the rows; none of the spans holds some of the first ``kept`` rows and others."""
+    def rows(self, cache: int) -> list[slice]:
+        """Split the rows; none of the spans holds some of the first ``cache`` rows and others."""
         rows = len(self.states)
-        return [*_spans(0, kept, self._height), *_spans(kept, rows, self._height)]
+        return [*_spans(0, cache, self._height), *_spans(cache, rows, self._height)]
 
     def scratch(self, rows: slice, columns: _Columns) -> list[Tensor]:
         """Return the memory to compute in, shaped as a block; two where the entropy is asked."""
@@ -199,14 +199,14 @@ class _Blocks:
 
 
 def _statistics(
-    blocks: _Blocks, targets: Int[Tensor, " N"], kept: Float[Tensor, "K V"]
+    blocks: _Blocks, targets: Int[Tensor, " N"], cache: Float[Tensor, "K V"]
 ) -> RowStatistics:
-    """Compute the statistics, and write the logits of the first K rows to ``kept``."""
+    """Compute the statistics, and write the logits of the first K rows to ``cache``."""
     softmax = OnlineSoftmax(targets, blocks.plan.wide, entropy=blocks.plan.entropy)
     for columns in blocks.columns():
-        for rows in blocks.rows(len(kept)):
+        for rows in blocks.rows(len(cache)):
             scratch = blocks.scratch(rows, columns)
-            logits = kept[rows, columns.span] if rows.stop <= len(kept) else scratch[0]
+            logits = cache[rows, columns.span] if rows.stop <= len(cache) else scratch[0]
             blocks.compute(rows, columns, logits)
             softmax.add(logits, scratch, rows=rows, start=columns.span.start)
     return softmax.result()
@@ -215,7 +215,7 @@ def _statistics(
 def _add_gradients(
     blocks: _Blocks,
     of_rows: RowGradients,
-    kept: Float[Tensor, "K V"],
+    cache: Float[Tensor, "K V"],
     grad_hidden: Float[Tensor, "N H"] | None,
     grad_weight: Float[Tensor, "V H"] | None,
 ) -> None:
@@ -226,8 +226,8 @@ def _add_gradients(
         if grad_weight is not None:
             # at least float32: in bfloat16 the later rows would be lost
             total = grad_weight[columns.span].to(blocks.plan.wide)
-        for rows in blocks.rows(len(kept)):
-            gradient = _block_gradient(blocks, rows, columns, of_rows, kept)
+        for rows in blocks.rows(len(cache)):
+            gradient = _block_gradient(blocks, rows, columns, of_rows, cache)
             if grad_hidden is not None:
                 _add_product(grad_hidden[rows], gradient, columns.matrix)
             if total is not None:
@@ -241,11 +241,11 @@ def _block_gradient(
     rows: slice,
     columns: _Columns,
     of_rows: RowGradients,
-    kept: Float[Tensor, "K V"],
+    cache: Float[Tensor, "K V"],
 ) -> Float[Tensor, "R C"]:
     scratch = blocks.scratch(rows, columns)
-    if rows.stop <= len(kept):
-        logits = kept[rows, columns.span]
+    if rows.stop <= len(cache):
+        logits = cache[rows, columns.span]
     else:
         logits = scratch[0]
         blocks.compute(rows, columns, logits)
@@ -269,12 +269,12 @@ def _with_direction(
     direction = torch.zeros_like(hidden, dtype=plan.wide)
     for part in _spans(0, len(hidden), plan.chunk_size):
         blocks = _Blocks(hidden[part], weight, plan)
-        kept = logits[: part.stop - part.start]
-        result = _statistics(blocks, targets[part], kept)
+        cache = logits[: part.stop - part.start]
+        result = _statistics(blocks, targets[part], cache)
         logprobs[part], is_top[part] = result.logprobs, result.is_top
         ones = torch.ones_like(result.logprobs)
         of_rows = RowGradients(targets[part], result.normalizer, None, ones, None)
-        _add_gradients(blocks, of_rows, kept, direction[part], None)
+        _add_gradients(blocks, of_rows, cache, direction[part], None)
     return logprobs, is_top, direction.to(hidden.dtype)
 
 

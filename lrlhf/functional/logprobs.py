@@ -127,7 +127,7 @@ def token_statistics(
     if isinstance(lm_head, Tensor):
         lm_head = LinearHead(weight=lm_head)
     if isinstance(lm_head, LinearHead):
-        found = linear_logprobs(
+        statistics = linear_logprobs(
             hidden,
             lm_head,
             targets,
@@ -136,8 +136,10 @@ def token_statistics(
             return_entropy=return_entropy,
         )
     else:
-        found = _head_logprobs(hidden, lm_head, targets, temperature, chunk_size, return_entropy)
-    return TokenStatistics(*found)
+        statistics = _head_logprobs(
+            hidden, lm_head, targets, temperature, chunk_size, return_entropy
+        )
+    return TokenStatistics(*statistics)
 
 
 def _head_logprobs(
@@ -164,7 +166,7 @@ def _head_logprobs(
             parts.append(checkpoint(of_chunk, rows, ids, use_reentrant=False))
         else:
             parts.append(of_chunk(rows, ids))
-    logprobs, is_top = (torch.cat([part[place] for part in parts]) for place in (0, 2))
+    logprobs, is_top = (torch.cat([part[column] for part in parts]) for column in (0, 2))
     return logprobs, torch.cat([part[1] for part in parts]) if return_entropy else None, is_top
 
 

@@ -26,8 +26,8 @@ def masked_sum(
         dim: Dimension to sum over; None: all of them.
     """
     # where and not a product: 0 · NaN is NaN
-    kept = torch.where(mask, x, 0.0)
-    return kept.sum() if dim is None else kept.sum(dim)
+    masked = torch.where(mask, x, 0.0)
+    return masked.sum() if dim is None else masked.sum(dim)
 
 
 def masked_mean(

@@ -47,8 +47,8 @@ def import_function(kind: str, name: str, known: Iterable[str]) -> Callable[...,
     Raises:
         ValueError: No path, or one that leads to nothing that can be called.
     """
-    found = import_value(kind, name, known)
-    if not callable(found):
-        raise ValueError(f"{kind} {name!r} is a {type(found).__name__}, not a function")
-    function: Callable[..., Any] = found
+    value = import_value(kind, name, known)
+    if not callable(value):
+        raise ValueError(f"{kind} {name!r} is a {type(value).__name__}, not a function")
+    function: Callable[..., Any] = value
     return function

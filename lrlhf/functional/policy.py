@@ -159,14 +159,14 @@ def high_entropy_mask(
     """
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction is {fraction}; it must lie in (0, 1]")
-    kept = (response_mask.sum(dim=1) * fraction).floor().clamp(min=1)
+    count = (response_mask.sum(dim=1) * fraction).floor().clamp(min=1)
     order = torch.where(response_mask, entropy, -torch.inf).argsort(
         dim=1, descending=True, stable=True
     )
     rank = torch.empty_like(order).scatter_(
         1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
     )
-    return response_mask & (rank < kept[:, None])
+    return response_mask & (rank < count[:, None])
 
 
 def aggregate(

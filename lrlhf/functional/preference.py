@@ -96,8 +96,8 @@ class PreferenceLoss:
 
 
 PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {
-    one.name: one
-    for one in (
+    each.name: each
+    for each in (
         PreferenceLoss(name="sigmoid", function=bradley_terry_loss),
         PreferenceLoss(
             name="sigmoid_norm", function=bradley_terry_loss, length_normalized=True, beta=2.0

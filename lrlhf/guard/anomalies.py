@@ -151,7 +151,6 @@ class RunningLength:
         return {"iterations": self.iterations, "mean": self.mean}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``."""
         self.iterations, self.mean = state["iterations"], state["mean"]
 
 
@@ -223,7 +222,7 @@ def measure(experience: Experience) -> Tensor:
 
 def judge(sums: IterationSums, guard: Guard, lengths: RunningLength) -> list[Anomaly]:
     """Say what is wrong with an iteration, by the ``sums`` of all ranks."""
-    found = [
+    anomalies = [
         Anomaly(kind, f"{what}: {count:.0f} of them", count, None)
         for kind, what, count in (
             ("scores", "scores are infinite", sums.scores),
@@ -236,16 +235,18 @@ def judge(sums: IterationSums, guard: Guard, lengths: RunningLength) -> list[Ano
     kl = sums.kl / max(sums.kl_rows, 1)
     if guard.max_kl is not None and kl > guard.max_kl:
         text = f"the mean KL to the reference is {kl:.4g} nats per response"
-        found.append(Anomaly("kl", f"{text} (guard.max_kl is {guard.max_kl:g})", kl, guard.max_kl))
-    found += judge_mismatch(sums.mismatch, sums.mismatch_tokens, guard)
+        anomalies.append(
+            Anomaly("kl", f"{text} (guard.max_kl is {guard.max_kl:g})", kl, guard.max_kl)
+        )
+    anomalies += judge_mismatch(sums.mismatch, sums.mismatch_tokens, guard)
     length, factor = sums.tokens / max(sums.rows, 1), guard.max_length_factor
     if factor is not None and lengths.iterations >= WARM_UP and length > factor * lengths.mean:
         text = (
             f"responses have {length:.4g} tokens on average, {length / lengths.mean:.3g} times the "
             f"{lengths.mean:.4g} of the iterations before (guard.max_length_factor is {factor:g})"
         )
-        found.append(Anomaly("length", text, length, factor * lengths.mean))
-    return found
+        anomalies.append(Anomaly("length", text, length, factor * lengths.mean))
+    return anomalies
 
 
 def judge_mismatch(total: float, tokens: float, guard: Guard) -> list[Anomaly]:
@@ -293,16 +294,16 @@ def locate(
         rows: See ``batch``.
     """
     for name, values in outputs.items():
-        places = _bad(values, batch.response_mask.to(values.device)).nonzero().tolist()
-        if not places:
+        positions = _bad(values, batch.response_mask.to(values.device)).nonzero().tolist()
+        if not positions:
             continue
-        row, *position = places[0]
+        row, *position = positions[0]
         number = row if rows is None else int(rows[row])
         prompt = shortened(prompt_text(batch, row, tokenizer))
         token = ""
         if position:
-            said = tokenizer.decode([int(batch.input_ids[row, position[0]])])
-            token = f", token {position[0]} ({said!r})"
+            token_text = tokenizer.decode([int(batch.input_ids[row, position[0]])])
+            token = f", token {position[0]} ({token_text!r})"
         return f"first in {name} of row {number}{token}, whose prompt is {prompt!r}"
     return ""
 
@@ -338,11 +339,11 @@ class StepVerdict(NamedTuple):
 
     skips: bool
     """Whether all ranks leave it out."""
-    found: list[Anomaly]
+    anomalies: list[Anomaly]
     """What this rank knows of the reason; others may know more."""
 
 
-class _SeenLoss(NamedTuple):
+class _MicroBatchLoss(NamedTuple):
     """A micro-batch's loss, and what it takes to say where it went wrong."""
 
     infinite: Tensor
@@ -359,7 +360,7 @@ class StepWatch:
         self._guard = guard
         # losses that are not finite, ratios out of bounds, mismatch in nats, tokens of that
         self._sums = torch.zeros(4, device=device)
-        self._losses: list[_SeenLoss] = []
+        self._losses: list[_MicroBatchLoss] = []
         self._moves: list[tuple[Tensor, Tensor]] = []
         self._size = rows
         self.rows = torch.arange(rows)
@@ -391,7 +392,7 @@ class StepWatch:
         ``rows`` and ``outputs`` as they are now. It is kept until then, and should be small.
         """
         infinite = ~loss.detach().isfinite()
-        self._losses.append(_SeenLoss(infinite, place_of, self.rows, self.outputs))
+        self._losses.append(_MicroBatchLoss(infinite, place_of, self.rows, self.outputs))
         self._sums[0] += infinite
 
     def see_ratios(self, log_ratios: Tensor) -> None:
@@ -409,24 +410,26 @@ class StepWatch:
         """Compare with the limits; all ranks call it, and all leave the step out, or none."""
         own = self._sums.tolist()
         losses, ratios, mismatch, tokens = collectives.sum(self._sums).tolist()
-        found: list[Anomaly] = []
+        anomalies: list[Anomaly] = []
         if own[0] > 0:
-            place = self._place()
-            found.append(Anomaly("loss", f"the loss is not finite{f' ({place})' if place else ''}"))
+            where = self._place()
+            anomalies.append(
+                Anomaly("loss", f"the loss is not finite{f' ({where})' if where else ''}")
+            )
         if own[1] > 0:
-            found.append(self._largest_ratio())
+            anomalies.append(self._largest_ratio())
         too_far = judge_mismatch(mismatch, tokens, self._guard)
-        found += too_far if collectives.rank == 0 else []
+        anomalies += too_far if collectives.rank == 0 else []
         self._losses = []
-        return StepVerdict(losses > 0 or ratios > 0 or bool(too_far), found)
+        return StepVerdict(losses > 0 or ratios > 0 or bool(too_far), anomalies)
 
     def _place(self) -> str:
         """Say where the first entry is that is not finite; empty: no micro-batch has one."""
         for seen in self._losses:
             if bool(seen.infinite):
                 self.rows, self.outputs = seen.rows, seen.outputs
-                if place := seen.place_of():
-                    return place
+                if location := seen.place_of():
+                    return location
         return ""
 
     def _largest_ratio(self) -> Anomaly:

@@ -100,7 +100,7 @@ def _describe(batch: TensorBatch, shown: dict[int, dict[str, Any]]) -> dict[str,
         elif isinstance(value, Mapping):
             values[field.name] = {name: _copied(column) for name, column in value.items()}
         elif field.name == "media" and value is not None:
-            values[field.name] = [one and _describe_media(one, shown) for one in value]
+            values[field.name] = [part and _describe_media(part, shown) for part in value]
         else:
             values[field.name] = _plain(plain_json(value))
     return {"kind": type(batch).__name__, "values": values}
@@ -161,7 +161,9 @@ def _restored(described: Mapping[str, Any], shown: dict[int, Media]) -> TensorBa
         if isinstance(value, dict) and "kind" in value:
             values[name] = _restored(value, shown)
         elif name == "media" and value is not None:
-            values[name] = tuple(one and shown.setdefault(id(one), Media(**one)) for one in value)
+            values[name] = tuple(
+                part and shown.setdefault(id(part), Media(**part)) for part in value
+            )
         elif isinstance(value, list):
             values[name] = tuple(value)
     return kind(**values)
@@ -251,7 +253,7 @@ def _agreed_failure(phase: Callable[[], None], ranks: Collectives) -> str:
         phase()
     except Exception as error:  # noqa: BLE001  whatever it is, it is told, and training goes on
         failure = f"{type(error).__name__}: {error}"
-    return next((said for said in ranks.gather(failure) if said), "")
+    return next((failure_of for failure_of in ranks.gather(failure) if failure_of), "")
 
 
 def _state(module: L.LightningModule) -> dict[str, Any]:
@@ -320,9 +322,9 @@ def read_about(folder: Path) -> dict[str, Any]:
         about = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise NotADumpError(f"{path} is damaged: it is no JSON ({error})") from error
-    found = about.get("format") if isinstance(about, dict) else None
-    if found != FORMAT:
-        raise NotADumpError(f"{path} is of no dump: its format is {found!r}, not {FORMAT!r}")
+    format = about.get("format") if isinstance(about, dict) else None
+    if format != FORMAT:
+        raise NotADumpError(f"{path} is of no dump: its format is {format!r}, not {FORMAT!r}")
     return dict(about)
 
 
@@ -337,7 +339,7 @@ def read_dump(folder: Path) -> Dump:
         return Dump(
             folder=folder,
             step=int(about["step"]),
-            anomalies=tuple(Anomaly(**one) for one in about["anomalies"]),
+            anomalies=tuple(Anomaly(**anomaly) for anomaly in about["anomalies"]),
             precision=about["trainer"]["precision"],
             device=about["trainer"]["device"],
             bundles=tuple(read_bundle(folder, rank) for rank in range(int(about["world_size"]))),

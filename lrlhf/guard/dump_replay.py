@@ -67,7 +67,7 @@ class RankReplay:
     """
 
     rank: int
-    found: tuple[Anomaly, ...] = ()
+    anomalies: tuple[Anomaly, ...] = ()
     first_module: str = ""
     gradients: tuple[str, ...] = ()
     rows: Sequence[Mapping[str, Any]] = ()
@@ -88,13 +88,15 @@ class DumpReplay(NamedTuple):
     dump: Dump
     weights: tuple[str, ...]
     ranks: tuple[RankReplay, ...]
-    found: tuple[Anomaly, ...]
+    anomalies: tuple[Anomaly, ...]
     notes: tuple[str, ...]
 
     @property
     def reproduced(self) -> bool:
         """Whether everything that was found then is found now."""
-        return {one.kind for one in self.dump.anomalies} <= {one.kind for one in self.found}
+        return {anomaly.kind for anomaly in self.dump.anomalies} <= {
+            each.kind for each in self.anomalies
+        }
 
 
 def replay_dump(module: L.LightningModule, folder: Path | str) -> DumpReplay:
@@ -120,15 +122,15 @@ def replay_dump(module: L.LightningModule, folder: Path | str) -> DumpReplay:
             f"{dump.folder} is of a step {stage!r}, and {type(module).__name__} {has}: build the "
             "module as the run did"
         )
-    takes = [_Take(module, dump, rank) for rank in range(len(dump.bundles))]
+    takes = [_StepReplay(module, dump, rank) for rank in range(len(dump.bundles))]
     ranks = tuple(take.fit() for take in takes)
     sums = [rank.sums for rank in ranks if rank.sums is not None]
-    found = [one for rank in ranks for one in rank.found]
+    anomalies = [anomaly for rank in ranks for anomaly in rank.anomalies]
     if sums:
         guard: StepGuard = module.step_guard  # type: ignore[assignment]
         total = IterationSums(*torch.stack(sums).sum(dim=0).tolist())
-        found += judge(total, guard.settings, guard.lengths)
-    return DumpReplay(dump, takes[0].weights, ranks, tuple(found), tuple(_notes(dump)))
+        anomalies += judge(total, guard.settings, guard.lengths)
+    return DumpReplay(dump, takes[0].weights, ranks, tuple(anomalies), tuple(_notes(dump)))
 
 
 def _notes(dump: Dump) -> Iterator[str]:
@@ -143,7 +145,7 @@ def _notes(dump: Dump) -> Iterator[str]:
         yield "the run computed on a GPU, this one on the CPU: roundings and dropout differ"
 
 
-class _Take(L.Callback):
+class _StepReplay(L.Callback):
     """One rank's part of a step, taken as the only step of a fit."""
 
     def __init__(self, module: L.LightningModule, dump: Dump, rank: int) -> None:
@@ -174,10 +176,10 @@ class _Take(L.Callback):
             use_distributed_sampler=False,
             callbacks=[self],
         )
-        with module.step_guard.collecting() as found, self._looking(), self._in_its_place():
+        with module.step_guard.collecting() as anomalies, self._looking(), self._in_its_place():
             trainer.fit(module, range(1))  # the batch is the dump's
         rank = self._replay.rank
-        self._replay.found = tuple(one._replace(rank=rank) for one in found)
+        self._replay.anomalies = tuple(anomaly._replace(rank=rank) for anomaly in anomalies)
         return self._replay
 
     @contextlib.contextmanager
@@ -208,7 +210,7 @@ class _Take(L.Callback):
     ) -> None:
         names = {id(weight): name for name, weight in pl_module.named_parameters()}
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        bad = (names[id(one)] for one in weights if not _is_finite(one.grad))
+        bad = (names[id(each)] for each in weights if not _is_finite(each.grad))
         self._replay.gradients += tuple(bad)
 
     @contextlib.contextmanager
@@ -222,8 +224,8 @@ class _Take(L.Callback):
             for handle in handles:
                 handle.remove()
 
-    def _look(self, name: str, part: nn.Module, given: Any, output: Any) -> None:
-        del part, given
+    def _look(self, name: str, part: nn.Module, inputs: Any, output: Any) -> None:
+        del part, inputs
         # parts inside others answer first
         if not self._replay.first_module and not _is_finite(output):
             self._replay.first_module = name

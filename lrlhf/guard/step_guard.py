@@ -53,19 +53,19 @@ class StepGuard:
         """
         ranks, step = Collectives(module.trainer), running_step(module.trainer)
         mine = [anomaly._replace(rank=ranks.rank) for anomaly in own]
-        found = [one for part in ranks.gather(mine) for one in part]
+        anomalies = [each for part in ranks.gather(mine) for each in part]
         if self._collected is not None:
-            self._collected += found
+            self._collected += anomalies
             return
         self.skipped += 1
-        self.kinds.update({anomaly.kind for anomaly in found})
+        self.kinds.update({anomaly.kind for anomaly in anomalies})
         recent = self._count_recent(step)
         dumps = len(self._dumped) < self.settings.dump and step not in self._dumped
-        kept = self._dump(bundle(), found, module) if dumps and bundle else ""
+        dump = self._dump(bundle(), anomalies, module) if dumps and bundle else ""
         if ranks.rank == 0:
-            what = _listed(found, several=ranks.world_size > 1)
+            what = _listed(anomalies, several=ranks.world_size > 1)
             quota = f"({recent} {self._span}, guard.max_skipped is {self.settings.max_skipped})"
-            _logger.warning("step %d was left out, nothing moved: %s %s%s", step, what, quota, kept)
+            _logger.warning("step %d was left out, nothing moved: %s %s%s", step, what, quota, dump)
         if recent > self.settings.max_skipped:
             raise TrainingDivergedError(self._farewell(recent, step))
 
@@ -89,17 +89,19 @@ class StepGuard:
         window = self.settings.window
         if window is None:
             return self.skipped
-        self._recent = [one for one in [*self._recent, step] if one > step - window]
+        self._recent = [each for each in [*self._recent, step] if each > step - window]
         return len(self._recent)
 
-    def _dump(self, bundle: StepBundle, found: Sequence[Anomaly], module: L.LightningModule) -> str:
+    def _dump(
+        self, bundle: StepBundle, anomalies: Sequence[Anomaly], module: L.LightningModule
+    ) -> str:
         """Write a dump; returns what to say of it."""
         trainer, step, own = module.trainer, running_step(module.trainer), self.settings.dirpath
         parent = Path(own) if own is not None else run_folder(trainer) / "dumps"
         # which run of several a logger has counted up to, rank zero knows
         folder: Path = trainer.strategy.broadcast(parent.absolute()) / f"step_{step:06d}"
         self._dumped.append(step)
-        if failure := write_dump(module, folder, bundle, found):
+        if failure := write_dump(module, folder, bundle, anomalies):
             return f"; its batch could not be written to {folder} ({failure})"
         self._last_dump = folder
         return f"; {replay_command(folder)} repeats it"
@@ -138,12 +140,13 @@ class StepGuard:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``."""
         self.skipped, self._recent = state["skipped"], list(state["recent"])
         self.kinds, self._dumped = Counter(state["kinds"]), list(state["dumped"])
         self.lengths.load_state_dict(state["lengths"])
 
 
-def _listed(found: Sequence[Anomaly], *, several: bool) -> str:
-    texts = (f"rank {one.rank}: {one.text}" if several else one.text for one in found)
+def _listed(anomalies: Sequence[Anomaly], *, several: bool) -> str:
+    texts = (
+        f"rank {anomaly.rank}: {anomaly.text}" if several else anomaly.text for anomaly in anomalies
+    )
     return "; ".join(dict.fromkeys(texts))

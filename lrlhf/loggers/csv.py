@@ -76,7 +76,7 @@ class ResumingCSVLogger(KeepsArguments, LocalFolder, CSVLogger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         if not self._tables:
-            self.start_over()
+            self.begin_run()
         measured, timings = self._tables.values()
         named = dict(metrics)
         axes: dict[str, Any] = {"step": measured.rows if step is None else step}
@@ -105,23 +105,23 @@ class ResumingCSVLogger(KeepsArguments, LocalFolder, CSVLogger):
             table.sync()
         return {name: table.rows for name, table in self._tables.items()}
 
-    def go_back(self, position: Mapping[str, Any]) -> None:
+    def rewind(self, position: Mapping[str, Any]) -> None:
         self._open("metrics", "timings")
         for name, table in self._tables.items():
-            kept = position.get(name, 0)
-            found = table.cut_back(kept)
-            if found < kept:
+            saved = position.get(name, 0)
+            existing = table.cut_back(saved)
+            if existing < saved:
                 rank_zero_warn(
-                    f"{table.path} has {found} rows, and the checkpoint was saved after {kept}: "
-                    "the others are not there, and the run goes on without them"
+                    f"{table.path} has {existing} rows, and the checkpoint was saved after "
+                    f"{saved}: the others are not there, and the run goes on without them"
                 )
 
-    def start_over(self) -> None:
+    def begin_run(self) -> None:
         self._open("metrics", "timings")
         paths = [table.path for table in self._tables.values()]
         move_to_numbered("ResumingCSVLogger", paths, [path for path in paths if path.exists()])
 
-    def stand_apart(self, stage: str) -> None:
+    def begin_evaluation(self, stage: str) -> None:
         self._open(stage, f"{stage}_timings")
         for table in self._tables.values():
             table.cut_back()
@@ -166,12 +166,12 @@ class CSVTable:
         Returns:
             How many rows there were.
         """
-        found = self._read()
-        kept = found[:rows]
-        self.rows = len(kept)
+        existing = self._read()
+        rest = existing[:rows]
+        self.rows = len(rest)
         if self.path.exists():
-            self._rewrite({name for row in kept for name, cell in row.items() if cell}, kept)
-        return len(found)
+            self._rewrite({name for row in rest for name, cell in row.items() if cell}, rest)
+        return len(existing)
 
     def sync(self) -> None:
         """Bring the rows to the disk, where they outlast the machine too."""

@@ -27,7 +27,6 @@ class LocalFolder:
 
     @property
     def save_dir(self) -> str:
-        """Folder of the run."""
         return str(self._folder)
 
     def _local(self, folder: Path | str) -> Path:

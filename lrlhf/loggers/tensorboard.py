@@ -76,7 +76,7 @@ class ResumingTensorBoardLogger(KeepsArguments, LocalFolder, TensorBoardLogger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         if not self._begun:
-            self.start_over()
+            self.begin_run()
         with naming(Path(self.log_dir)):
             super().log_metrics(metrics, step)
             self.experiment.flush()
@@ -104,7 +104,7 @@ class ResumingTensorBoardLogger(KeepsArguments, LocalFolder, TensorBoardLogger):
                 os.fsync(handle.fileno())
         return {"files": {file.name: file.stat().st_size for file in files}}
 
-    def go_back(self, position: Mapping[str, Any]) -> None:
+    def rewind(self, position: Mapping[str, Any]) -> None:
         _ = self.experiment  # so that the file of this process is known from the others
         self._begun = True
         self._held_back.clear()
@@ -122,22 +122,22 @@ class ResumingTensorBoardLogger(KeepsArguments, LocalFolder, TensorBoardLogger):
                 "goes on without them"
             )
 
-    def start_over(self) -> None:
+    def begin_run(self) -> None:
         _ = self.experiment
         self._begun = True
         if self._others:
             folder, number = Path(self.log_dir), 1
-            while (place := folder.with_name(f"{folder.name}.{number}")).exists():
+            while (moved := folder.with_name(f"{folder.name}.{number}")).exists():
                 number += 1
-            place.mkdir()
+            moved.mkdir()
             for file in self._others:
-                file.rename(place / file.name)
-            rank_zero_info(f"{type(self).__name__}: events of an earlier run are now in {place}")
-        for held in self._held_back:
-            super().log_hyperparams(*held)
+                file.rename(moved / file.name)
+            rank_zero_info(f"{type(self).__name__}: events of an earlier run are now in {moved}")
+        for parameters in self._held_back:
+            super().log_hyperparams(*parameters)
         self._held_back.clear()
 
-    def stand_apart(self, stage: str) -> None:
+    def begin_evaluation(self, stage: str) -> None:
         if (writer := open_writer(self)) is not None:
             # opened by the trainer before it said what for
             writer.close()

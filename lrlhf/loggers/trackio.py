@@ -65,7 +65,6 @@ class ResumingTrackioLogger(KeepsArguments, Logger):
 
     @property
     def name(self) -> str:
-        """Name of the project."""
         return self._project
 
     @property
@@ -82,8 +81,8 @@ class ResumingTrackioLogger(KeepsArguments, Logger):
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *_: Any) -> None:
         options = vars(params) if isinstance(params, Namespace) else params
         # Trackio keeps names with an underscore in front for itself
-        given = {str(key).lstrip("_"): value for key, value in options.items()}
-        self._config |= given
+        config = {str(key).lstrip("_"): value for key, value in options.items()}
+        self._config |= config
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -109,7 +108,7 @@ class ResumingTrackioLogger(KeepsArguments, Logger):
 
     def _log(self, row: dict[str, Any], step: int | None) -> None:
         if self._run_name is None:
-            self.start_over()
+            self.begin_run()
         elif self._run is None:
             self._begin(self._run_name, resume="must")
         number, self._rows = self._rows, self._rows + 1
@@ -127,20 +126,20 @@ class ResumingTrackioLogger(KeepsArguments, Logger):
     def log_position(self) -> dict[str, Any]:
         return {"name": self._run_name, "rows": self._rows}
 
-    def go_back(self, position: Mapping[str, Any]) -> None:
+    def rewind(self, position: Mapping[str, Any]) -> None:
         self._rows = position["rows"]
         self._begin(position["name"], resume="allow")
         # beside what its package exports: nothing there counts rows
         store = import_module("trackio.sqlite_storage").SQLiteStorage
         self._kept = store.get_log_count(self._project, run_id=self._run.id)
 
-    def start_over(self) -> None:
+    def begin_run(self) -> None:
         self._rows = self._kept = 0
         self._begin(self._chosen_name, resume="never")
 
-    def stand_apart(self, stage: str) -> None:
+    def begin_evaluation(self, stage: str) -> None:
         self._options.setdefault("group", stage)
-        self.start_over()
+        self.begin_run()
 
     def _begin(self, name: str | None, *, resume: str) -> None:
         self._run = self._trackio.init(

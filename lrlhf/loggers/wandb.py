@@ -107,7 +107,7 @@ class ResumingWandbLogger(KeepsArguments, WandbLogger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         if self._run_id is None:
-            self.start_over()
+            self.begin_run()
         row = {k: v.item() if isinstance(v, Tensor) else v for k, v in metrics.items()}
         row |= {} if step is None else {_X_AXIS: step}
         if not self._numbers_rows:
@@ -124,15 +124,15 @@ class ResumingWandbLogger(KeepsArguments, WandbLogger):
     def log_position(self) -> dict[str, Any]:
         return {"id": self._run_id, "rows": self._rows}
 
-    def go_back(self, position: Mapping[str, Any]) -> None:
+    def rewind(self, position: Mapping[str, Any]) -> None:
         self._rows = position["rows"]
         self._begin(position["id"])
 
-    def start_over(self) -> None:
+    def begin_run(self) -> None:
         self._rows = 0
         self._begin(self._chosen_id or secrets.token_hex(4))
 
-    def stand_apart(self, stage: str) -> None:
+    def begin_evaluation(self, stage: str) -> None:
         self._numbers_rows = False
         self._options["job_type"] = self._options.get("job_type") or stage
         self._begin(secrets.token_hex(4))
@@ -141,6 +141,6 @@ class ResumingWandbLogger(KeepsArguments, WandbLogger):
         super().__init__(id=run_id, **self._options)
         self._run_id = run_id
         Path(self.save_dir).mkdir(parents=True, exist_ok=True)
-        held, self._held_back = self._held_back, []
-        for params in held:
+        postponed, self._held_back = self._held_back, []
+        for params in postponed:
             super().log_hyperparams(params)

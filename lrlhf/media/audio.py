@@ -123,8 +123,8 @@ def _in_memory(value: Any, name: str) -> Audio | None:
     number = int | float | np.integer | np.floating
     if isinstance(rate, bool) or not isinstance(rate, number) or not 1 <= rate < math.inf:
         raise MediaError("wrong type", f"{name}: sampling_rate is {rate!r}, not samples per second")
-    given = value["array"]
-    samples = given.numpy(force=True) if isinstance(given, Tensor) else _array(given, name)
+    array = value["array"]
+    samples = array.numpy(force=True) if isinstance(array, Tensor) else _array(array, name)
     if samples.ndim == 2 and samples.shape[0] > samples.shape[1]:
         raise MediaError(
             "wrong type",
@@ -162,9 +162,9 @@ def _check_range(audio: Audio, name: str) -> None:
         )
 
 
-def _array(given: Any, name: str) -> NDArray[Any]:
+def _array(value: Any, name: str) -> NDArray[Any]:
     try:
-        return np.asarray(given)
+        return np.asarray(value)
     except (ValueError, TypeError) as error:  # lists of several lengths
         raise MediaError("wrong type", f"{name}: the array is no array: {error}") from error
 
@@ -193,9 +193,9 @@ def _seconds(file: Any, name: str) -> float:
             "is the most",
             remedy="cut such files into parts beforehand",
         )
-    found = _CUT_OFF.search(file.extra_info)
-    if found is not None and int(found[2]) < int(found[1]) < _STREAMED:
-        raise MediaError("broken audio", f"{name} has {found[2]} of {found[1]} bytes of sound")
+    match = _CUT_OFF.search(file.extra_info)
+    if match is not None and int(match[2]) < int(match[1]) < _STREAMED:
+        raise MediaError("broken audio", f"{name} has {match[2]} of {match[1]} bytes of sound")
     seconds: float = file.frames / file.samplerate
     return seconds
 

@@ -48,15 +48,15 @@ def animation_of(stream: BinaryIO) -> Animation | None:
     stream.seek(0)
     head = stream.read(12)
     if head.startswith((b"GIF87a", b"GIF89a")):
-        found = _gif(stream)
+        animation = _gif(stream)
     elif head.startswith(b"\x89PNG"):
-        found = Animation((0, 0), _png(stream))
+        animation = Animation((0, 0), _png(stream))
     elif head.startswith(b"RIFF") and head[8:] == b"WEBP":
-        found = Animation((0, 0), _webp(stream))
+        animation = Animation((0, 0), _webp(stream))
     else:
-        found = None
+        animation = None
     stream.seek(0)
-    return found
+    return animation
 
 
 def _gif(stream: BinaryIO) -> Animation:
@@ -73,10 +73,10 @@ def _gif(stream: BinaryIO) -> Animation:
                 delay = _little(block[1:3])
             _skip_blocks(stream, size)
         elif kind == b",":
-            place = stream.read(9)
-            width = max(width, _little(place[0:2]) + _little(place[4:6]))
-            height = max(height, _little(place[2:4]) + _little(place[6:8]))
-            _skip_colours(stream, place[8:9])
+            descriptor = stream.read(9)
+            width = max(width, _little(descriptor[0:2]) + _little(descriptor[4:6]))
+            height = max(height, _little(descriptor[2:4]) + _little(descriptor[6:8]))
+            _skip_colours(stream, descriptor[8:9])
             stream.read(1)  # the width of its codes
             _skip_blocks(stream, 1)
             seconds.append(delay / 100 if delay > 1 else _UNTIMED)
@@ -244,11 +244,11 @@ def reading_of(value: Any, options: MediaOptions) -> tuple[Any, _Reading]:
     own = value.options if isinstance(value, MediaPart) else PartOptions()
     most = Image.MAX_IMAGE_PIXELS or math.inf
     limit = most if options.max_pixels is None else min(most, options.max_pixels)
-    asked = {
+    sizes = {
         "resized_height and resized_width": (own.resized_height or 0) * (own.resized_width or 0),
         "min_pixels": own.min_pixels or 0,
     }
-    for name, pixels in asked.items():
+    for name, pixels in sizes.items():
         if pixels > limit:
             raise _unusable(name, f"{pixels} pixels, and {limit} is the most", "media.max_pixels")
     for name in ("nframes", "min_frames"):
@@ -258,7 +258,7 @@ def reading_of(value: Any, options: MediaOptions) -> tuple[Any, _Reading]:
     limits = (options.max_pixels, own.max_pixels)
     return value.value if isinstance(value, MediaPart) else value, _Reading(
         part=own,
-        max_pixels=min((one for one in limits if one is not None), default=None),
+        max_pixels=min((each for each in limits if each is not None), default=None),
         max_frames=min(options.max_frames, own.max_frames or options.max_frames),
         fps=own.fps or options.fps,
     )
@@ -389,8 +389,8 @@ def explained(reason: str, name: str) -> Iterator[None]:
             raise
         # without the addresses of what was opened, which Pillow and libsndfile name first
         known = isinstance(error, UnidentifiedImageError)
-        told = _UNKNOWN if known else getattr(error, "error_string", error)
-        raise MediaError(reason, f"{name}: {told}") from error
+        detail = _UNKNOWN if known else getattr(error, "error_string", error)
+        raise MediaError(reason, f"{name}: {detail}") from error
 
 
 def _is_own(trace: TracebackType | None) -> bool:
@@ -441,8 +441,8 @@ def _data_uri(value: str, name: str) -> bytes:
     except binascii.Error as error:
         # without the addresses of what was opened, which Pillow and libsndfile name first
         known = isinstance(error, UnidentifiedImageError)
-        told = _UNKNOWN if known else getattr(error, "error_string", error)
-        raise MediaError(reason, f"{name}: {told}") from error
+        detail = _UNKNOWN if known else getattr(error, "error_string", error)
+        raise MediaError(reason, f"{name}: {detail}") from error
 
 
 def _opened_image(value: Any, name: str) -> Image.Image:
@@ -542,20 +542,20 @@ def _chosen(
         )
     first, last = bisect_right(starts, begin) - 1, bisect_left(starts, finish)
     there, seconds = last - first, finish - begin
-    wanted = there if rate is None else max(1, part.min_frames or 1, round(seconds * rate))
+    target = there if rate is None else max(1, part.min_frames or 1, round(seconds * rate))
     if part.nframes is not None:
-        wanted = part.nframes
-        if wanted > there:
+        target = part.nframes
+        if target > there:
             raise MediaError(
-                "option of a media part", f"nframes is {wanted}, and {name} has {there} frames"
+                "option of a media part", f"nframes is {target}, and {name} has {there} frames"
             )
-    count = min(wanted, there, how.max_frames)
+    count = min(target, there, how.max_frames)
     if count == there:
         return list(range(first, last)), count / seconds
     middles = (begin + (index + 0.5) * seconds / count for index in range(count))
     # a frame that begins at a middle is shown there, however both were rounded
-    places = [bisect_right(starts, middle + 1e-9 * end) - 1 for middle in middles]
-    return places, count / seconds
+    indices = [bisect_right(starts, middle + 1e-9 * end) - 1 for middle in middles]
+    return indices, count / seconds
 
 
 def _filled(images: Iterator[Image.Image], count: int, name: str) -> NDArray[np.uint8]:
@@ -628,13 +628,13 @@ def _animation(stream: BinaryIO, animation: Animation, name: str, how: _Reading)
         seconds = animation.seconds[-count:] or [0.1]
         starts = [0.0, *np.cumsum(seconds).tolist()]
         chosen, fps = _chosen(starts[:-1], starts[-1], name, how, how.fps)
-        images = _frames_of(opened, [place + count - len(seconds) for place in chosen], how)
+        images = _frames_of(opened, [index + count - len(seconds) for index in chosen], how)
         return Video(_filled(images, len(chosen), name), fps)
 
 
-def _frames_of(opened: Image.Image, places: Sequence[int], how: _Reading) -> Iterator[Image.Image]:
-    for place in places:
-        opened.seek(place)
+def _frames_of(opened: Image.Image, indices: Sequence[int], how: _Reading) -> Iterator[Image.Image]:
+    for index in indices:
+        opened.seek(index)
         _check_size(opened.size, "a frame", _FILM_PIXELS)
         yield _scaled(_rgb(opened.copy()), how)
 
@@ -669,9 +669,9 @@ def _timeline(content: Path | bytes, name: str) -> tuple[list[float], float]:
     return known, _end(known, last, rate)
 
 
-def _film_frames(content: Path | bytes, places: Sequence[int], name: str) -> Iterator[Image.Image]:
-    """Yield the frames at ``places``, stretched and turned as a player shows them."""
-    times = Counter(places)
+def _film_frames(content: Path | bytes, indices: Sequence[int], name: str) -> Iterator[Image.Image]:
+    """Yield the frames at ``indices``, stretched and turned as a player shows them."""
+    times = Counter(indices)
     with _opened_film(content, name) as container:
         ratio = _stream(container).sample_aspect_ratio
         for index, frame in enumerate(_decoded(container)):
@@ -682,7 +682,7 @@ def _film_frames(content: Path | bytes, places: Sequence[int], name: str) -> Ite
                 if size != image.size:
                     image = image.resize(size, Image.Resampling.BICUBIC)
                 yield from [_turned(image, frame)] * times[index]
-            if index == places[-1]:
+            if index == indices[-1]:
                 return
     raise MediaError("broken video", f"{name} has fewer frames when it is read again")
 

@@ -94,8 +94,8 @@ class MediaProcessor:
     @property
     def markers(self) -> dict[str, str]:
         """What stands in a text for one image, video or audio, before the processor counts."""
-        found = {kind: vars(self.processor).get(f"{kind}_token") for kind in _KINDS}
-        return {kind: str(token) for kind, token in found.items() if token}
+        tokens = {kind: vars(self.processor).get(f"{kind}_token") for kind in _KINDS}
+        return {kind: str(token) for kind, token in tokens.items() if token}
 
     @cached_property
     def written(self) -> dict[str, str]:
@@ -244,11 +244,11 @@ class MediaProcessor:
 
     def _reader_of(self, text: str) -> ProcessorMixin:
         """Return the processor, with a tokenizer that splits what is split in the text."""
-        whole: Any = self.processor
-        tokenizer = reader_of(whole.tokenizer, text)
-        if tokenizer is whole.tokenizer:
+        processor: Any = self.processor
+        tokenizer = reader_of(processor.tokenizer, text)
+        if tokenizer is processor.tokenizer:
             return self.processor
-        splitting = copy.copy(whole)
+        splitting = copy.copy(processor)
         splitting.tokenizer = tokenizer
         return cast(ProcessorMixin, splitting)
 
@@ -314,25 +314,25 @@ class MediaProcessor:
         return Video(np.repeat(video.frames, times, axis=0), video.fps * times)
 
     def _check_counts(self, text: str, refs: MediaRefs) -> None:
-        given = refs.counts
+        expected = refs.counts
         for kind, marker in self.markers.items():
-            found = text.count(marker)
-            if found != given[kind]:
+            count = text.count(marker)
+            if count != expected[kind]:
                 raise MediaError(
                     "placeholder count",
-                    f"the text has {found} x {marker!r} for {given[kind]} {kind}(s)"
+                    f"the text has {count} x {marker!r} for {expected[kind]} {kind}(s)"
                     + (f" ({', '.join(refs.names)})" if len(refs) else ""),
                     remedy="give each image, video and audio one part in the messages, or one "
                     "<image>, <video> or <audio> in the text",
                 )
-        if given["image"] and given["video"] and "video" not in self.placeholders:
+        if expected["image"] and expected["video"] and "video" not in self.placeholders:
             raise MediaError(
                 "images beside a video",
                 f"{type(self.processor).__name__} reads a video as images, and cannot tell them "
                 f"apart ({', '.join(refs.names)})",
             )
-        for kind in given.keys() - self.markers.keys():
-            if given[kind]:
+        for kind in expected.keys() - self.markers.keys():
+            if expected[kind]:
                 raise MediaError(
                     f"no {kind}s",
                     f"{type(self.processor).__name__} reads no {kind}s ({', '.join(refs.names)})",

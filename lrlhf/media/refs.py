@@ -137,9 +137,9 @@ def _feed(digest: hashlib.blake2b, value: Any) -> None:
         _feed(digest, value.value)
         return
     if isinstance(value, Mapping):
-        held = (value.get(key) for key in ("bytes", "array", "path"))
+        contents = (value.get(key) for key in ("bytes", "array", "path"))
         digest.update(f"{value.get('sampling_rate', '')}".encode())
-        _feed(digest, next((one for one in held if one is not None), None))
+        _feed(digest, next((content for content in contents if content is not None), None))
         return
     if isinstance(value, list | tuple):
         for entry in value:

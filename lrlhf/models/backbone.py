@@ -76,7 +76,7 @@ class HiddenStates(NamedTuple):
         places = self.places.gather(1, self.rows.previous.clamp(min=0))
         return embedding(places[tokens], self.states)
 
-    def whole(self) -> Float[Tensor, "B T H"]:
+    def unpacked(self) -> Float[Tensor, "B T H"]:
         """Return the states of all rows; what is behind a row's end means nothing."""
         return embedding(self.places, self.states)
 
@@ -197,17 +197,17 @@ def _uses_depth_first_order(plain: PreTrainedModel, device: torch.device) -> boo
     return device.type == "cuda" or name != PACKED_ATTENTION
 
 
-def keep_attention(model: PreTrainedModel, asked: str | None) -> None:
+def keep_attention(model: PreTrainedModel, requested: str | None) -> None:
     """Note which attention a new model was asked to have, before anything goes through it.
 
     Args:
         model: As ``from_pretrained`` loads it.
-        asked: Its option ``attn_implementation``: with ``sdpa`` packed rows go without
+        requested: Its option ``attn_implementation``: with ``sdpa`` packed rows go without
             FlexAttention too; flash attention goes on, on CPUs with ``sdpa`` in its place.
     """
     config = _attention_config(model)
     name = attention_of(config)
-    if name == asked == "sdpa":
+    if name == requested == "sdpa":
         set_attention(config, KEPT_SDPA)
     elif "flash" in name:
         set_attention(config, name_flash(name))
@@ -308,7 +308,7 @@ def _obstacle(plain: PreTrainedModel) -> str | None:
     if kinds:
         return f"it has layers of the kind {sorted(kinds)[0]!r}"
     parameters = inspect.signature(body_of(plain).forward).parameters
-    passes_on = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if "position_ids" not in parameters or not passes_on:
         return "its forward pass takes no position ids, or passes nothing on to its attention"
     return None
@@ -332,23 +332,23 @@ def _attention_config(plain: PreTrainedModel) -> Any:
 def _difference(plain: PreTrainedModel, padded: str, packed: str) -> str | None:
     """Say what keeps rows with ``packed`` attention from being the same as with ``padded``."""
     config = _attention_config(plain)
-    found = []
+    differences = []
     try:
         with refusals():
             for attention in (padded, packed):
                 set_attention(config, attention)
-                found.append(_trial(plain))
+                differences.append(_trial(plain))
     except ModelRefusalError as error:
         return f"it refuses them ({error})"
     finally:
         set_attention(config, "sdpa")
-    expected, actual = (one.of(one.rows.attention_mask).float() for one in found)
+    expected, actual = (each.of(each.rows.attention_mask).float() for each in differences)
     # 16 bits, which split weights may be gathered in, round the two orders of work differently
-    exact = found[0].states.dtype in (torch.float32, torch.float64)
+    exact = differences[0].states.dtype in (torch.float32, torch.float64)
     scale = expected.abs().amax(dim=1, keepdim=True)
     if ((actual - expected).abs() > (1e-4 if exact else 2e-2) * scale).any():
         return "its hidden states would differ"
-    if sum(window is not None for window in found[1].windows) < _windowed_layers(plain):
+    if sum(window is not None for window in differences[1].windows) < _windowed_layers(plain):
         return "its layers do not say how far they see"
     return None
 
@@ -374,7 +374,7 @@ def _trial(plain: PreTrainedModel) -> HiddenStates:
     texts = [[1, 2, 3, 4, 5], [1, 2, 3, 5, 4, 2], [3, 2, 1, 2, 3, 4, 5]]
     tokens, mask = torch.zeros(3, 7, dtype=torch.long), torch.zeros(3, 7, dtype=torch.bool)
     for row, text in enumerate(texts):
-        tokens[row, : len(text)] = torch.tensor([ids[place % len(ids)] for place in text])
+        tokens[row, : len(text)] = torch.tensor([ids[position % len(ids)] for position in text])
         mask[row, : len(text)] = True
     device = device_of(plain)
     batch = SequenceBatch(

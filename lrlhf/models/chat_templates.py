@@ -61,7 +61,7 @@ def _readable(message: Message, template: str) -> dict[str, Any]:
     readable = dict(message)
     content, role = message.get("content"), str(message["role"])
     if content:
-        takes_text, takes_parts = _takes(template, role)
+        takes_text, takes_parts = _accepts(template, role)
         text = text_of_parts(content)
         if isinstance(content, str) and takes_parts and not takes_text:
             readable["content"] = [{"type": "text", "text": content}]
@@ -75,8 +75,8 @@ def _readable(message: Message, template: str) -> dict[str, Any]:
     if calls := message.get("tool_calls"):
         readable["tool_calls"] = [_with_arguments(call) for call in calls]
         if not content:
-            given = readable.pop("content", None)
-            readable |= _beside_calls(template, absent=given is None)
+            empty = readable.pop("content", None)
+            readable |= _empty_content(template, absent=empty is None)
     return readable
 
 
@@ -103,7 +103,7 @@ def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=256)
-def _beside_calls(template: str, *, absent: bool) -> Mapping[str, str | None]:
+def _empty_content(template: str, *, absent: bool) -> Mapping[str, str | None]:
     """Return the content of a turn that says nothing and calls, so that a template reads the call.
 
     Some want null, others empty text or no key at all.
@@ -119,16 +119,16 @@ def _beside_calls(template: str, *, absent: bool) -> Mapping[str, str | None]:
 
 
 @lru_cache(maxsize=256)
-def _takes(template: str, role: str) -> tuple[bool, bool]:
+def _accepts(template: str, role: str) -> tuple[bool, bool]:
     """Try whether a template renders content of a role that is text, and that is text parts."""
-    whole = "".join(_MARKS)
-    as_text = _said(template, role, whole)
-    as_parts = _said(template, role, [{"type": "text", "text": mark} for mark in _MARKS])
+    text = "".join(_MARKS)
+    as_text = _rendered(template, role, text)
+    as_parts = _rendered(template, role, [{"type": "text", "text": mark} for mark in _MARKS])
     printed = any(as_parts.count(sign) > as_text.count(sign) for sign in _QUOTED)
-    return whole in as_text, all(mark in as_parts for mark in _MARKS) and not printed
+    return text in as_text, all(mark in as_parts for mark in _MARKS) and not printed
 
 
-def _said(template: str, role: str, content: Any) -> str:
+def _rendered(template: str, role: str, content: Any) -> str:
     turn = {"role": role, "content": content}
     if role == "tool":
         called = {"role": "assistant", "content": "", "tool_calls": [_with_arguments(_CALL)]}

@@ -172,8 +172,8 @@ def mean_pool(
     hidden: Float[Tensor, "B T H"], attention_mask: Bool[Tensor, "B T"]
 ) -> Float[Tensor, "B H"]:
     """Average the attended tokens."""
-    kept = hidden.masked_fill(~attention_mask.unsqueeze(-1), 0.0)
-    return kept.sum(dim=1) / attention_mask.sum(dim=1, keepdim=True)
+    masked = hidden.masked_fill(~attention_mask.unsqueeze(-1), 0.0)
+    return masked.sum(dim=1) / attention_mask.sum(dim=1, keepdim=True)
 
 
 class AttentionPool(nn.Module):
@@ -211,7 +211,6 @@ class BoundedScale(nn.Module):
         self.log_scale = nn.Parameter(torch.zeros(1))  # an axis, so that it can be split
 
     def forward(self) -> Float[Tensor, " 1"]:
-        """Return the factor."""
         return torch.exp(self.bound * torch.tanh(self.log_scale / self.bound))
 
 

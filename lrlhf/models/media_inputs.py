@@ -32,7 +32,7 @@ Streams = tuple[Tensor, ...]
 what some families add to its first layers."""
 
 
-class _Seen(NamedTuple):
+class _CachedFeatures(NamedTuple):
     """What an encoder made of one row's media of one kind."""
 
     media: Media
@@ -41,7 +41,7 @@ class _Seen(NamedTuple):
     """The encoder's output that they are from."""
 
 
-_memory: ContextVar[dict[tuple[int, str, bool, int], _Seen] | None] = ContextVar(
+_memory: ContextVar[dict[tuple[int, str, bool, int], _CachedFeatures] | None] = ContextVar(
     "media_features", default=None
 )
 
@@ -49,8 +49,8 @@ _memory: ContextVar[dict[tuple[int, str, bool, int], _Seen] | None] = ContextVar
 def placeholder_ids(config: PreTrainedConfig) -> dict[str, int]:
     """Return the placeholder token id of each kind of media; empty for a text model."""
     values = vars(config)  # not to_dict(), which copies all of it: this runs in every pass
-    found = {kind: _token_id(values, kind) for kind in KINDS}
-    return {kind: token for kind, token in found.items() if token is not None}
+    ids = {kind: _token_id(values, kind) for kind in KINDS}
+    return {kind: token for kind, token in ids.items() if token is not None}
 
 
 def ruled_out_ids(config: PreTrainedConfig) -> tuple[int, ...]:
@@ -59,8 +59,8 @@ def ruled_out_ids(config: PreTrainedConfig) -> tuple[int, ...]:
     A placeholder without an image behind it makes the next forward pass fail.
     """
     values = vars(config)
-    found = {_token_id(values, name) for name in (*KINDS, *_MARKERS)}
-    return tuple(sorted(token for token in found if token is not None))
+    ids = {_token_id(values, name) for name in (*KINDS, *_MARKERS)}
+    return tuple(sorted(token for token in ids if token is not None))
 
 
 def backbone_inputs(
@@ -132,12 +132,12 @@ def check_media(
             f"{type(model).__name__} takes no {unseen[0]}s; leave them out of the data"
         )
     for kind, token in ids.items() if kinds else ():
-        found = (input_ids == token).sum(dim=1).tolist()
-        given = [0 if entry is None else entry.tokens.get(kind, 0) for entry in media or ()]
-        if found != given:
+        counts = (input_ids == token).sum(dim=1).tolist()
+        expected = [0 if entry is None else entry.tokens.get(kind, 0) for entry in media or ()]
+        if counts != expected:
             raise ValueError(
-                f"the rows have {found} {kind} placeholders, and what they show is for {given}: "
-                "texts and media do not belong together"
+                f"the rows have {counts} {kind} placeholders, and what they show is for "
+                f"{expected}: texts and media do not belong together"
             )
 
 
@@ -250,24 +250,26 @@ def _features(body: PreTrainedModel, kind: str, shown: Sequence[Media]) -> Any:
     known = {} if memory is None else memory
     # what was seen without gradients is no start for a pass that needs them
     learning = torch.is_grad_enabled()
-    found: dict[int, Streams] = {
+    features: dict[int, Streams] = {
         id(entry): known[key].streams
         for entry in shown
         if (key := (id(body), kind, learning, id(entry))) in known
     }
-    fresh = list({id(entry): entry for entry in shown if id(entry) not in found}.values())
+    fresh = list({id(entry): entry for entry in shown if id(entry) not in features}.values())
     template: Any = None
     for group in _alike(fresh, kind):
         template = _encode(body, kind, group)
         streams = _split(template, [entry.tokens[kind] for entry in group], kind)
         for entry, parts in zip(group, streams, strict=True):
-            found[id(entry)] = parts
+            features[id(entry)] = parts
             if memory is not None and not any(part.requires_grad for part in parts):
                 # the entry is kept as well: its id must not be given to another
-                memory[id(body), kind, learning, id(entry)] = _Seen(entry, parts, template)
+                memory[id(body), kind, learning, id(entry)] = _CachedFeatures(
+                    entry, parts, template
+                )
     if template is None:
         template = known[id(body), kind, learning, id(shown[0])].template
-    return _filled(template, [found[id(entry)] for entry in shown])
+    return _filled(template, [features[id(entry)] for entry in shown])
 
 
 def _alike(media: Sequence[Media], kind: str) -> list[list[Media]]:
@@ -316,16 +318,16 @@ def _stacked(parts: Sequence[Tensor]) -> Tensor:
 
 def _split(output: Any, counts: Sequence[int], kind: str) -> list[Streams]:
     """Cut an encoder's output into the rows that it belongs to."""
-    whole = [_flat(output.pooler_output)]
-    whole += [_flat(layer) for layer in output.get("deepstack_features") or ()]
-    for stream in whole:
+    streams = [_flat(output.pooler_output)]
+    streams += [_flat(layer) for layer in output.get("deepstack_features") or ()]
+    for stream in streams:
         if len(stream) != sum(counts):
             raise ValueError(
                 f"the model makes {len(stream)} features of the {kind}s of {len(counts)} row(s), "
                 f"whose texts have {sum(counts)} placeholders for them: processor and model do not "
                 "belong together"
             )
-    return list(zip(*(torch.split(stream, list(counts)) for stream in whole), strict=True))
+    return list(zip(*(torch.split(stream, list(counts)) for stream in streams), strict=True))
 
 
 def _flat(features: Tensor | Sequence[Tensor]) -> Tensor:
@@ -338,12 +340,12 @@ def _filled(template: Any, rows: Sequence[Streams]) -> Any:
     """Put rows' features into an output like ``template``."""
     pooled, *deep = (torch.cat(parts) for parts in zip(*rows, strict=True))
     shape = template.pooler_output
-    whole = isinstance(shape, Tensor)
-    if whole:
+    is_tensor = isinstance(shape, Tensor)
+    if is_tensor:
         # videos of different lengths do not stack; only the order of their features counts then
         even = len(pooled) % shape.shape[-2] == 0
         pooled = pooled.view(-1, *shape.shape[1:]) if even else pooled[None]
     return type(template)(
-        pooler_output=pooled if whole else (pooled,),
+        pooler_output=pooled if is_tensor else (pooled,),
         **({"deepstack_features": [(layer,) for layer in deep]} if deep else {}),
     )

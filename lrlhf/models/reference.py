@@ -21,13 +21,13 @@ from lrlhf.models.loading.pretrained import CausalLM
 from lrlhf.models.media_inputs import cached_vision_features
 from lrlhf.models.modes import evaluating
 from lrlhf.models.sharding import (
+    full_shape,
     has_split_weights,
     load_state,
     own_part,
     part_of,
     reshard,
     state_of,
-    whole_shape,
 )
 from lrlhf.models.token_logprobs import sequence_logprobs
 from lrlhf.types import SequenceBatch
@@ -61,22 +61,22 @@ class ReferencePolicy:
             raise ValueError(f"The share of the policy in the reference is {alpha}, not in [0, 1].")
         reshard(policy)
         reshard(self.model)
-        theirs = dict(policy.named_parameters())
-        ours = dict(self.model.named_parameters())
-        different = sorted(theirs.keys() ^ ours.keys())
+        policy_weights = dict(policy.named_parameters())
+        reference_weights = dict(self.model.named_parameters())
+        different = sorted(policy_weights.keys() ^ reference_weights.keys())
         different += [
             name
-            for name in ours.keys() & theirs
-            if whole_shape(ours[name]) != whole_shape(theirs[name])
+            for name in reference_weights.keys() & policy_weights
+            if full_shape(reference_weights[name]) != full_shape(policy_weights[name])
         ]
         if different:
             raise ValueError(
                 "Only a reference with the policy's own architecture can follow it; these weights "
                 f"differ: {', '.join(different[:5])}."
             )
-        for name, weight in ours.items():
+        for name, weight in reference_weights.items():
             part = own_part(weight)
-            part.lerp_(own_part(theirs[name]).to(part), alpha)
+            part.lerp_(own_part(policy_weights[name]).to(part), alpha)
         self._moved = True
 
     def state_dict(self) -> dict[str, Tensor]:

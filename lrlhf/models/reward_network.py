@@ -173,11 +173,11 @@ class ScoreModel(PretrainedSpec):
         return RewardNetwork(HeadedBackbone(backbone, self.head_config()))
 
     def _check_same_heads(self, trained: Scorer) -> None:
-        found = trained.config if isinstance(trained, HeadedBackbone) else HeadConfig()
-        found = replace(found, pad_token_id=None)  # it stays as it is
-        if found != self.head_config():
+        config = trained.config if isinstance(trained, HeadedBackbone) else HeadConfig()
+        config = replace(config, pad_token_id=None)  # it stays as it is
+        if config != self.head_config():
             raise ValueError(
-                f"source {self.source!r} is a reward model with {found}, and the configuration "
+                f"source {self.source!r} is a reward model with {config}, and the configuration "
                 f"asks for {self.head_config()}. Make them equal to train on, or start from the "
                 "model below it."
             )

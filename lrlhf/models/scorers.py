@@ -109,7 +109,7 @@ class HeadedBackbone(Scorer):
 
     def forward(self, batch: SequenceBatch) -> Float[Tensor, "B H"]:
         hidden = self.hidden_states(batch)
-        states, mask = hidden.whole(), hidden.rows.attention_mask
+        states, mask = hidden.unpacked(), hidden.rows.attention_mask
         if self.config.pad_token_id is not None:
             mask = mask & (hidden.rows.input_ids != self.config.pad_token_id)
         with torch.autocast(states.device.type, enabled=False):

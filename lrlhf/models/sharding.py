@@ -97,16 +97,16 @@ def reshard(model: nn.Module) -> None:
     zero.reshard(model)
 
 
-def whole(weight: Tensor) -> Tensor:
+def full_tensor(weight: Tensor) -> Tensor:
     """Return a weight as it is on one device; all ranks must ask for it."""
     if isinstance(weight, DTensor):
         return weight.full_tensor()
     if zero.is_partitioned(weight):
-        return zero.whole_parameter(weight)
+        return zero.full_parameter(weight)
     return weight
 
 
-def whole_shape(weight: Tensor) -> torch.Size:
+def full_shape(weight: Tensor) -> torch.Size:
     """Return the shape of a weight as it is on one device."""
     return zero.shape_of(weight)
 
@@ -153,7 +153,7 @@ def of_parts(weight: Tensor, part: Tensor, *, holder: int) -> Tensor:
             stride=weight.stride(),
         )
     if zero.is_partitioned(weight):
-        tensor = zero.whole_of_partitions(weight, part)
+        tensor = zero.gather_partitions(weight, part)
         return tensor if torch.distributed.get_rank() == holder else tensor.to("meta")
     return part
 
@@ -202,16 +202,16 @@ def load_state(
             continue
         seen.add(id(target))
         value = stored_like(stored, name, target)
-        if value.shape != whole_shape(target):
+        if value.shape != full_shape(target):
             raise CheckpointMismatchError(
                 f"{name} has the shape {tuple(value.shape)} in the checkpoint and "
-                f"{tuple(whole_shape(target))} in the model; resume with the model of that run"
+                f"{tuple(full_shape(target))} in the model; resume with the model of that run"
             )
         write(target, value)
 
 
 @runtime_checkable
-class ReadsParts(Protocol):
+class ReadsShards(Protocol):
     """Stored tensors of which a rank can read what belongs to it, and no more."""
 
     def read_like(self, name: str, weight: DTensor) -> DTensor | None:
@@ -223,7 +223,7 @@ def stored_like(stored: Mapping[str, Any], name: str, weight: Tensor) -> Any:
     """Return what is stored under a name, split as ``weight`` is if it has a value per entry."""
     if not isinstance(weight, DTensor):
         return stored[name]
-    part = stored.read_like(name, weight) if isinstance(stored, ReadsParts) else None
+    part = stored.read_like(name, weight) if isinstance(stored, ReadsShards) else None
     if part is not None:
         return part
     value = stored[name]
@@ -274,14 +274,14 @@ def gathered_bytes(model: nn.Module) -> int:
     if isinstance(model, FSDPModule):  # it has no other place that says it
         narrowed = fsdp_dtype(model)
     return sum(
-        whole_shape(weight).numel() * (narrowed or weight.dtype).itemsize
+        full_shape(weight).numel() * (narrowed or weight.dtype).itemsize
         for weight in model.parameters()
         if is_split(weight)
     )
 
 
 @contextlib.contextmanager
-def whole_weights(module: nn.Module) -> Iterator[None]:
+def full_weights(module: nn.Module) -> Iterator[None]:
     """Put whole weights in the place of a layer's split ones, to be read, not to be run."""
     replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
     for owner in module.modules():
@@ -290,14 +290,14 @@ def whole_weights(module: nn.Module) -> Iterator[None]:
                 replaced.append((owner, name, weight))
     try:
         for owner, name, weight in replaced:
-            setattr(owner, name, nn.Parameter(whole(weight).detach(), requires_grad=False))
+            setattr(owner, name, nn.Parameter(full_tensor(weight).detach(), requires_grad=False))
         yield
     finally:
         for owner, name, weight in replaced:
             setattr(owner, name, weight)
 
 
-def make_whole(model: nn.Module) -> None:
+def unshard(model: nn.Module) -> None:
     """Give a model that FSDP2 has split, settled, ordinary weights on the CPU; for all ranks."""
     known: dict[int, nn.Parameter] = {}
     for module in model.modules():

@@ -109,12 +109,12 @@ def step_logits(model: PreTrainedModel | PeftModel, batch: SequenceBatch) -> Flo
         rows = hidden.rows
         counts = (batch.response_mask & batch.attention_mask).gather(1, rows.order)
         # of a batch without steps one token is asked for, so that every parameter is used
-        asked = counts.clone()
-        asked[:1, :1] |= ~counts.any()
-        logits = _classified(plain, hidden.of(asked))
+        predicted = counts.clone()
+        predicted[:1, :1] |= ~counts.any()
+        logits = _classified(plain, hidden.of(predicted))
         odds = (logits[:, 1] - logits[:, 0]).to(torch.promote_types(logits.dtype, torch.float32))
-        spread = torch.zeros(asked.shape, dtype=odds.dtype, device=odds.device)
-        spread = spread.masked_scatter(asked, odds).masked_fill(~counts, 0)
+        spread = torch.zeros(predicted.shape, dtype=odds.dtype, device=odds.device)
+        spread = spread.masked_scatter(predicted, odds).masked_fill(~counts, 0)
         return torch.zeros_like(spread).scatter(1, rows.order, spread)
 
     return within(model, forward)
@@ -141,10 +141,10 @@ def joined_steps(
 
 def _head(plain: PreTrainedModel) -> nn.Module:
     children = dict(plain.named_children())
-    found = next((children[name] for name in _HEADS if name in children), None)
-    if found is None:
+    head = next((children[name] for name in _HEADS if name in children), None)
+    if head is None:
         raise ValueError(f"{type(plain).__name__} has no classifier called {' or '.join(_HEADS)}")
-    return found
+    return head
 
 
 def _draw(head: nn.Module, model: PreTrainedModel) -> None:
@@ -178,8 +178,8 @@ def _check_classifier(plain: PreTrainedModel) -> None:
     with evaluating(plain):
         expected = plain(input_ids=tokens, use_cache=False).logits.float()
         body = plain.base_model(input_ids=tokens, use_cache=False)
-        found = _classified(plain, body.last_hidden_state[0]).float()
-    if (found - expected[0]).abs().max() > 2e-2 * expected.abs().max():
+        actual = _classified(plain, body.last_hidden_state[0]).float()
+    if (actual - expected[0]).abs().max() > 2e-2 * expected.abs().max():
         raise ValueError(
             f"{type(plain).__name__} classifies tokens by more than their last hidden states, "
             "which is not known here. This model family is not supported."

@@ -11,7 +11,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lrlhf.functional.distillation import TopRows, WholeRows
+from lrlhf.functional.distillation import BatchDistribution, TopRows
 from lrlhf.models.heads import OutputHead, output_head, plain_model
 from lrlhf.models.modes import evaluating
 from lrlhf.models.packed.packing import compact, unfold
@@ -28,7 +28,7 @@ class TeacherModel(ReferencePolicy):
     """A teacher in this process; loaded, split and moved as a reference is."""
 
     @torch.no_grad()
-    def rows(self, batch: SequenceBatch, *, temperature: float = 1.0) -> WholeRows:
+    def rows(self, batch: SequenceBatch, *, temperature: float = 1.0) -> BatchDistribution:
         """Run the body over a batch; the logits are computed later, chunk by chunk.
 
         Args:
@@ -60,11 +60,11 @@ class TeacherModel(ReferencePolicy):
             temperature: Logits are divided by it.
             chunk_size: Positions whose logits exist at the same time.
         """
-        states, whole = self._read(batch, temperature)
+        states, head = self._read(batch, temperature)
         chosen, ids, logprobs = [], [], []
         for start in range(0, len(states.targets), chunk_size):
             rows = slice(start, start + chunk_size)
-            known = whole.logprobs(rows, vocabulary)
+            known = head.logprobs(rows, vocabulary)
             chosen.append(known.gather(1, states.targets[rows, None])[:, 0])
             top = known.topk(min(num_ids, known.shape[1]), dim=1)
             ids.append(top.indices)
@@ -72,11 +72,13 @@ class TeacherModel(ReferencePolicy):
         spread = states.spread
         return TeacherTokens(
             logprobs=spread(torch.cat(chosen)),
-            top_ids=torch.stack([spread(one) for one in torch.cat(ids).T], dim=2),
-            top_logprobs=torch.stack([spread(one) for one in torch.cat(logprobs).T], dim=2),
+            top_ids=torch.stack([spread(each) for each in torch.cat(ids).T], dim=2),
+            top_logprobs=torch.stack([spread(item) for item in torch.cat(logprobs).T], dim=2),
         )
 
-    def _read(self, batch: SequenceBatch, temperature: float) -> tuple[Predicting, WholeRows]:
+    def _read(
+        self, batch: SequenceBatch, temperature: float
+    ) -> tuple[Predicting, BatchDistribution]:
         plain = plain_model(self.model)
         _refuse_unknown(batch.input_ids, vocabulary_size(plain))
         if (limit := context_length(plain)) is not None:
@@ -85,7 +87,7 @@ class TeacherModel(ReferencePolicy):
             states, head = within(
                 self.model, lambda: (predicting_states(plain, batch), _kept_head(plain))
             )
-        return states, WholeRows(states.predicting, head, temperature)
+        return states, BatchDistribution(states.predicting, head, temperature)
 
 
 def vocabulary_size(model: PreTrainedModel | PeftModel) -> int:
@@ -155,17 +157,16 @@ def check_same_tokens(
         ValueError: They differ; says at which id first.
     """
     own = {index: token for token, index in tokenizer.get_vocab().items()}
-    theirs = {index: token for token, index in teacher.get_vocab().items()}
-    different = sorted(
-        index for index in own.keys() | theirs if own.get(index) != theirs.get(index)
-    )
+    other = {index: token for token, index in teacher.get_vocab().items()}
+    different = sorted(index for index in own.keys() | other if own.get(index) != other.get(index))
     if different:
         first = different[0]
         raise ValueError(
-            f"teacher.model {source} has another tokenizer than the policy: of {len(theirs)} and "
-            f"{len(own)} tokens {len(different)} differ, the first is id {first}, which is "
-            f"{theirs.get(first)!r} to the teacher and {own.get(first)!r} to the policy. Take a "
-            "teacher of the policy's family, or train on the teacher's responses with SFT"
+            f"teacher.model {source} has another tokenizer than the policy: of "
+            f"{len(other)} and {len(own)} tokens {len(different)} differ, the first is id "
+            f"{first}, which is {other.get(first)!r} to the teacher and "
+            f"{own.get(first)!r} to the policy. Take a teacher of the policy's family, or train on "
+            "the teacher's responses with SFT"
         )
     if teacher.eos_token_id != tokenizer.eos_token_id:
         logger.warning(

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from lrlhf.models.heads import plain_model
 from lrlhf.models.loading.tokenization import pad_within
-from lrlhf.models.sharding import whole_shape
+from lrlhf.models.sharding import full_shape
 
 _AFTER_PADDING = (
     "camembert",
@@ -48,7 +48,7 @@ class TextLimits:
         plain = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
         if plain is None:
             return None
-        shapes = [whole_shape(weight) for weight in plain.get_input_embeddings().parameters()]
+        shapes = [full_shape(weight) for weight in plain.get_input_embeddings().parameters()]
         return cls(
             source=plain.name_or_path or type(plain).__name__,
             context=context_of(plain.config),

@@ -45,7 +45,7 @@ _SHARE = 0.9
 _GROWTH = 8
 """At most in one go: attention takes memory that need not grow in proportion."""
 
-_SETTLED = 1.05
+_STEADY = 1.05
 
 
 class DeviceMemory(Protocol):
@@ -79,8 +79,10 @@ class CudaMemory:
     def room(self) -> int:
         free: int = torch.cuda.mem_get_info(self._device)[0]
         # blocks that the allocator keeps for later tensors
-        kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        return free + kept
+        reserved = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(
+            self._device
+        )
+        return free + reserved
 
     def allocated(self) -> int:
         return torch.cuda.memory_allocated(self._device)
@@ -129,16 +131,16 @@ class TokenBudget:
         """Bytes of the device that it was found on."""
         self._warm = False
 
-    def limit(self, given: int | str | None, device: torch.device) -> int | None:
+    def limit(self, chosen: int | str | None, device: torch.device) -> int | None:
         """Return how many tokens may go together.
 
         Args:
-            given: A number; None: any; "auto": what was found out, where the device tells of its
+            chosen: A number; None: any; "auto": what was found out, where the device tells of its
                 memory, else any.
             device: Where they go.
         """
-        if given != "auto":
-            return given  # type: ignore[return-value]  # "auto" is the only word
+        if chosen != "auto":
+            return chosen  # type: ignore[return-value]  # "auto" is the only word
         memory = self._memory(device)
         if memory is None:
             return None
@@ -160,9 +162,9 @@ class TokenBudget:
         room, before = memory.room(), memory.allocated()
         memory.reset_peak()
         yield computed
-        taken = memory.peak() - before
-        if self._warm and taken > 0:
-            fits = computed.tokens * _SHARE * room / taken
+        used = memory.peak() - before
+        if self._warm and used > 0:
+            fits = computed.tokens * _SHARE * room / used
             # of a few tokens the part that does not depend on them says too much: no reason to
             # shrink
             if fits > self._tokens or 2 * computed.tokens >= self._tokens:
@@ -178,12 +180,12 @@ class TokenBudget:
         if not self._warm:
             return  # nowhere is anything measured
         nothing = float("inf")
-        found = least(min(self._proposals, default=nothing))
+        smallest = least(min(self._proposals, default=nothing))
         self._proposals.clear()
-        if found == nothing:
+        if smallest == nothing:
             return
-        fits = max(1, int(min(found, _GROWTH * self._tokens)))
-        if not self._tokens <= fits <= _SETTLED * self._tokens:
+        fits = max(1, int(min(smallest, _GROWTH * self._tokens)))
+        if not self._tokens <= fits <= _STEADY * self._tokens:
             self._tokens = fits
 
     def state_dict(self) -> dict[str, Any]:
@@ -191,5 +193,4 @@ class TokenBudget:
         return {"tokens": self._tokens, "device_bytes": self._size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``."""
         self._tokens, self._size = state["tokens"], state["device_bytes"]

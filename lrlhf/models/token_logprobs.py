@@ -41,9 +41,9 @@ class SequenceOutputs(NamedTuple):
 
 def loss_tokens(model: PreTrainedModel | PeftModel, batch: SequenceBatch) -> Bool[Tensor, "B T"]:
     """Tell which response tokens a model can say: not a row's first, none that stands for media."""
-    given = torch.tensor(ruled_out_ids(model.config), device=batch.input_ids.device)
-    said = batch.response_mask & batch.attention_mask & ~torch.isin(batch.input_ids, given)
-    return said & (batch.attention_mask.cumsum(dim=1) > 1)
+    ruled_out = torch.tensor(ruled_out_ids(model.config), device=batch.input_ids.device)
+    predicted = batch.response_mask & batch.attention_mask & ~torch.isin(batch.input_ids, ruled_out)
+    return predicted & (batch.attention_mask.cumsum(dim=1) > 1)
 
 
 def sequence_outputs(  # noqa: PLR0913  what one pass can give
@@ -147,7 +147,7 @@ class Predicting(NamedTuple):
     predicting: Float[Tensor, "M H"]
     targets: Int[Tensor, " M"]
     """The tokens that they predict."""
-    asked: Bool[Tensor, "B T"]
+    positions: Bool[Tensor, "B T"]
     """Where those are, in rows whose attended tokens come first."""
     counts: Bool[Tensor, "B T"]
     order: Int[Tensor, "B T"]
@@ -156,9 +156,9 @@ class Predicting(NamedTuple):
 
     def spread(self, values: Shaped[Tensor, " M"]) -> Shaped[Tensor, "B T"]:
         """Put values where they were asked for, zero elsewhere, in the original columns."""
-        asked, counts = self.asked, self.counts
-        spread = torch.zeros(asked.shape, dtype=values.dtype, device=values.device)
-        spread = spread.masked_scatter(asked, values).masked_fill(~counts, 0)
+        positions, counts = self.positions, self.counts
+        spread = torch.zeros(positions.shape, dtype=values.dtype, device=values.device)
+        spread = spread.masked_scatter(positions, values).masked_fill(~counts, 0)
         return torch.zeros_like(spread).scatter(1, self.order, spread)
 
 
@@ -170,11 +170,11 @@ def predicting_states(
     # experts are balanced over the tokens of whole rows
     hidden = hidden_states(plain, batch, share=not router_logits, use_cache=False, **options)
     rows = hidden.rows
-    counts, asked = _asked(batch, rows)
+    counts, positions = _positions(batch, rows)
     return Predicting(
-        predicting=hidden.before(asked),
-        targets=rows.input_ids[asked],
-        asked=asked,
+        predicting=hidden.before(positions),
+        targets=rows.input_ids[positions],
+        positions=positions,
         counts=counts,
         order=rows.order,
         computed=hidden.computed,
@@ -189,10 +189,10 @@ def to_predicting(
     rows = compact(batch.input_ids, batch.attention_mask, batch.forks)
     order = rows.order.view(*rows.order.shape, *(1,) * (values.dim() - 2))
     ordered = values.gather(1, order.expand(values.shape))
-    return ordered[_asked(batch, rows)[1]]
+    return ordered[_positions(batch, rows)[1]]
 
 
-def _asked(
+def _positions(
     batch: SequenceBatch, rows: Compacted
 ) -> tuple[Bool[Tensor, "B T"], Bool[Tensor, "B T"]]:
     """Tell which tokens of ``rows`` count, and which are asked for."""
@@ -200,6 +200,6 @@ def _asked(
     counts &= rows.previous >= 0  # else nothing precedes it
     # of a batch without responses one position is asked for, and masked, so that every parameter
     # is used: under DDP one without a gradient on one rank stops all of them
-    asked = counts.clone()
-    asked[:1, 1:2] |= ~counts.any()
-    return counts, asked
+    positions = counts.clone()
+    positions[:1, 1:2] |= ~counts.any()
+    return counts, positions

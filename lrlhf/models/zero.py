@@ -78,9 +78,9 @@ def start_of_partition(weight: Any) -> int:
     return start
 
 
-def whole_parameter(weight: Tensor) -> Tensor:
+def full_parameter(weight: Tensor) -> Tensor:
     """Gather a copy of a weight; all ranks must ask for it."""
-    return whole_of_partitions(weight, weight.ds_tensor)  # type: ignore[attr-defined]
+    return gather_partitions(weight, weight.ds_tensor)  # type: ignore[attr-defined]
 
 
 def local_partition(weight: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ def local_partition(weight: Tensor) -> Tensor:
     split: Any = weight
     if _is_held(split):
         raise RuntimeError("a weight's piece was asked for while the whole weight is held")
-    if not _is_released(split):
+    if split.ds_status.name != "NOT_AVAILABLE":
         _offload_of[weight].partition_all_parameters()
     piece: Tensor = split.ds_tensor.detach()
     return piece
@@ -108,7 +108,7 @@ def partition_of(weight: Tensor, full: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def whole_of_partitions(weight: Tensor, part: Tensor) -> Tensor:
+def gather_partitions(weight: Tensor, part: Tensor) -> Tensor:
     """Put all ranks' pieces, of a weight or of one value per entry, together in its shape."""
     split: Any = weight
     own = part.detach().to(device()).contiguous()
@@ -147,29 +147,25 @@ def reshard(model: nn.Module) -> None:
         offload.partition_all_parameters()
 
 
-def make_whole(model: nn.Module) -> None:
+def unshard(model: nn.Module) -> None:
     """Give a model ordinary weights on the CPU; all ranks must, and then close its engine."""
     reshard(model)
-    whole: dict[int, nn.Parameter] = {}
+    gathered: dict[int, nn.Parameter] = {}
     for module in model.modules():
         use_plain_parameters(module)
         for name, weight in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
             if not is_partitioned(weight):
                 continue
-            if id(weight) not in whole:
-                data = whole_parameter(weight).cpu().clone()
-                whole[id(weight)] = nn.Parameter(data, requires_grad=weight.requires_grad)
-            setattr(module, name, whole[id(weight)])
+            if id(weight) not in gathered:
+                data = full_parameter(weight).cpu().clone()
+                gathered[id(weight)] = nn.Parameter(data, requires_grad=weight.requires_grad)
+            setattr(module, name, gathered[id(weight)])
         for trace in _TRACES:
             vars(module).pop(trace, None)
 
 
 def _offloads_of(weights: list[nn.Parameter]) -> list[Any]:
     return list({id(offload): offload for offload in map(_offload_of.get, weights)}.values())
-
-
-def _is_released(weight: Any) -> bool:
-    return bool(weight.ds_status.name == "NOT_AVAILABLE")
 
 
 def _is_held(weight: Tensor) -> bool:
@@ -179,19 +175,19 @@ def _is_held(weight: Tensor) -> bool:
 @contextlib.contextmanager
 def _without_hooks(offloads: list[Any]) -> Iterator[None]:
     """Take off the hooks that gather and free; those of others stay."""
-    kept: list[tuple[dict[int, Any], list[tuple[int, Any]]]] = []
+    removed: list[tuple[dict[int, Any], list[tuple[int, Any]]]] = []
     for offload in offloads:
         handles = [*offload.forward_hooks, *offload.backward_hooks, offload.fwd_pre_hook]
         ids = {handle.id for handle in handles}
         for module in offload.module.modules():
             for hooks in forward_hooks(module):
-                kept.append((hooks, list(hooks.items())))
+                removed.append((hooks, list(hooks.items())))
                 for key in ids & hooks.keys():
                     del hooks[key]
     try:
         yield
     finally:
-        for hooks, items in reversed(kept):
+        for hooks, items in reversed(removed):
             hooks.clear()
             hooks.update(items)
 

@@ -41,7 +41,7 @@ from lrlhf.run import (
 from lrlhf.run.atomic import atomic_folder
 from lrlhf.run.checkpoints.checkpoint_reader import read_checkpoint
 from lrlhf.run.checkpoints.checkpoint_search import check
-from lrlhf.run.collectives import ReadsParts, from_rank_zero
+from lrlhf.run.collectives import LoadsShards, from_rank_zero
 from lrlhf.run.lightning_internals import log_hyperparameters_once, set_hyperparameters, trainer_of
 from lrlhf.run.quiet_output import quiet
 
@@ -162,7 +162,7 @@ class TrainingModule(ShowsOptions, L.LightningModule):
     def step_optimizers(
         self,
         optimizers: Sequence[SteppedOptimizer],
-        verdict: StepVerdict = StepVerdict(skips=False, found=[]),  # noqa: B008  immutable
+        verdict: StepVerdict = StepVerdict(skips=False, anomalies=[]),  # noqa: B008  immutable
         *,
         metrics: MetricSums | None = None,
         bundle: Callable[[], StepBundle] | None = None,
@@ -181,11 +181,11 @@ class TrainingModule(ShowsOptions, L.LightningModule):
         Raises:
             TrainingDivergedError: More steps were left out than the guard's quota.
         """
-        found, left_out, norms = list(verdict.found), verdict.skips, []
-        for one in optimizers:
+        anomalies, left_out, norms = list(verdict.anomalies), verdict.skips, []
+        for optimizer in optimizers:
             norm = self.gradients.step(
-                self.optimizer_of(one.position),
-                max_grad_norm=one.max_grad_norm,
+                self.optimizer_of(optimizer.position),
+                max_grad_norm=optimizer.max_grad_norm,
                 leave_out=verdict.skips,
             )
             norms.append(norm)
@@ -193,14 +193,14 @@ class TrainingModule(ShowsOptions, L.LightningModule):
                 continue
             if math.isfinite(norm):
                 if metrics is not None:
-                    metrics.add(f"{one.role}/grad_norm", norm, 1.0)
+                    metrics.add(f"{optimizer.role}/grad_norm", norm, 1.0)
             elif not uses_loss_scaler(self.trainer):  # which finds its scale by overflowing
                 left_out = True
                 if self.trainer.global_rank == 0:  # the norm is the same on all
-                    whose = f"the {one.role} gradient" if one.role else "the gradient"
-                    found.append(Anomaly("gradient", f"{whose} is not finite"))
+                    whose = f"the {optimizer.role} gradient" if optimizer.role else "the gradient"
+                    anomalies.append(Anomaly("gradient", f"{whose} is not finite"))
         if left_out:
-            self.step_guard.report(found, bundle, self)
+            self.step_guard.report(anomalies, bundle, self)
         return norms
 
     def advance_schedule(self, index: int) -> None:
@@ -221,16 +221,16 @@ class TrainingModule(ShowsOptions, L.LightningModule):
             offload: It waits in main memory between its passes, and stays whole for that.
         """
         strategy = self.trainer.strategy
-        if not isinstance(strategy, ReadsParts):
+        if not isinstance(strategy, LoadsShards):
             read(reference.model, "cpu")
         if isinstance(strategy, SplitsModels):
-            reference.split(partial(strategy.shard_frozen, whole=offload))
+            reference.split(partial(strategy.shard_frozen, full=offload))
 
     # ---- Lightning's hooks
 
     def setup(self, stage: str) -> None:
         prepare_trainer(self.trainer, stage)
-        if not isinstance(self.trainer.strategy, ReadsParts):  # the one that it was built for did
+        if not isinstance(self.trainer.strategy, LoadsShards):  # the one that it was built for did
             read(self, "cpu")
         log_hyperparameters_once(self.trainer)
         if stage == "fit":
@@ -319,7 +319,7 @@ class TrainingModule(ShowsOptions, L.LightningModule):
         """Say in a few words what the module is made of, by name; a line each in its ``repr``."""
         if type(self).trainable_models is TrainingModule.trainable_models:
             return {}
-        return {role: _in_brief(model) for role, model in self.trainable_models().items()}
+        return {role: _model_summary(model) for role, model in self.trainable_models().items()}
 
     def __repr__(self) -> str:
         lines = [f"  {name}: {text}" for name, text in self.summary().items()]
@@ -359,7 +359,7 @@ def advance(scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
         scheduler.step()
 
 
-def _in_brief(model: nn.Module) -> str:
+def _model_summary(model: nn.Module) -> str:
     """Name a model, and count its parameters; those that are shared or frozen count once."""
     weights = list(model.parameters())
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)

@@ -41,18 +41,18 @@ class Measured(Protocol):
     """Logged in training steps."""
     eval_metric: str
     """Logged by the validation, and checkpoints are ranked by it; more is better, unless the module
-    `SaysWhatIsBetter`."""
+    `HasEvalMode`."""
 
 
 @runtime_checkable
-class SaysWhatIsBetter(Protocol):
+class HasEvalMode(Protocol):
     """A measured module whose main metric may also be one of which less is better."""
 
     eval_mode: Literal["min", "max"]
 
 
 @runtime_checkable
-class NamesMetrics(Protocol):
+class ListsMetrics(Protocol):
     """A module that knows beforehand what its evaluation can measure."""
 
     def evaluation_names(self) -> set[str]:
@@ -85,7 +85,7 @@ class SamplesResponses(Protocol):
 
 
 @runtime_checkable
-class GivesEveryRow(Protocol):
+class HasEveryRow(Protocol):
     """A data module whose rows are all known before training."""
 
     def every_row(self) -> Iterable[Any]:

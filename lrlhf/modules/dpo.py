@@ -32,7 +32,7 @@ from lrlhf.models import (
     sequence_logprobs,
 )
 from lrlhf.modules.checks import refuse_idle_encoder, refuse_other_batch
-from lrlhf.modules.contracts import GivesEveryRow
+from lrlhf.modules.contracts import HasEveryRow
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.modules.pairs.pair_losses import PairLoss, PairObjective
 from lrlhf.modules.pairs.pair_module import PairModule, PairOutputs
@@ -122,8 +122,8 @@ class DPO(PairModule):
         chosen = resolve_preference_loss(loss)
         self_beta = chosen.beta if beta is None else beta
         _check(self_beta, sft_coef, logprob_chunk)
-        asked = {"reference": reference, "precompute_reference": precompute_reference}
-        for name in (name for name, value in asked.items() if value and not chosen.reference):
+        options = {"reference": reference, "precompute_reference": precompute_reference}
+        for name in (name for name, value in options.items() if value and not chosen.reference):
             raise ValueError(f"loss {chosen.name} has no reference: leave {name} out")
         super().__init__(
             PairObjective(
@@ -209,7 +209,7 @@ class DPO(PairModule):
     def _precompute_reference(self) -> None:
         """Ask the reference about every row, and let go of it."""
         data = data_in_use(self.trainer)
-        if not isinstance(data, GivesEveryRow):
+        if not isinstance(data, HasEveryRow):
             raise ValueError(
                 "precompute_reference needs to know every row beforehand: train with a "
                 "PreferenceDataModule, or leave it out"
@@ -237,22 +237,18 @@ class DPO(PairModule):
     def outputs_of(self, batch: PreferenceBatch) -> PairOutputs:
         """Compute the implicit rewards of both candidates, what they share only once."""
         both = self._both(batch)
-        said = loss_tokens(self.policy, both)
+        mask = loss_tokens(self.policy, both)
         reference = self._of_reference(both)
         logprobs = sequence_logprobs(self.policy, both, chunk_size=self.logprob_chunk)
         rewards = implicit_rewards(
-            logprobs,
-            reference,
-            said,
-            beta=self.beta,
-            length_normalized=self.length_normalized,
+            logprobs, reference, mask, beta=self.beta, length_normalized=self.length_normalized
         )
         scores = PairScores(*torch.split(rewards[:, None], len(batch)))
-        chosen, rejected = _by_label(masked_sum(logprobs, said, dim=1), batch.labels)
+        chosen, rejected = _by_label(masked_sum(logprobs, mask, dim=1), batch.labels)
         values = {"logprobs/chosen": chosen.detach(), "logprobs/rejected": rejected.detach()}
         if not self.sft_coef:
             return PairOutputs(scores, values=values)
-        likelihood, _ = _by_label(masked_mean(logprobs, said, dim=1), batch.labels)
+        likelihood, _ = _by_label(masked_mean(logprobs, mask, dim=1), batch.labels)
         loss = -likelihood.nan_to_num(0.0)
         values["train/sft_loss"] = -likelihood.detach()
         return PairOutputs(scores, self.sft_coef * loss, values)
@@ -291,14 +287,14 @@ def resolve_preference_loss(loss: str | PreferenceLoss) -> PreferenceLoss:
     """
     if isinstance(loss, PreferenceLoss):
         return loss
-    found = PREFERENCE_LOSSES.get(loss) or import_value("loss", loss, PREFERENCE_LOSSES)
-    if isinstance(found, PreferenceLoss):
-        return found
-    if not callable(found):
+    resolved = PREFERENCE_LOSSES.get(loss) or import_value("loss", loss, PREFERENCE_LOSSES)
+    if isinstance(resolved, PreferenceLoss):
+        return resolved
+    if not callable(resolved):
         raise ValueError(
-            f"loss {loss!r} is a {type(found).__name__}, neither a PreferenceLoss nor a function"
+            f"loss {loss!r} is a {type(resolved).__name__}, neither a PreferenceLoss nor a function"
         )
-    return PreferenceLoss(name=loss, function=found)
+    return PreferenceLoss(name=loss, function=resolved)
 
 
 def _pair_loss(loss: PreferenceLoss, beta: float) -> PairLoss:
@@ -327,9 +323,9 @@ class PrecomputedReference:
 
     def add(self, rows: SequenceBatch, logprobs: Float[Tensor, "B T"]) -> None:
         """Keep what belongs to the answers of some rows."""
-        masks, found = rows.response_mask.cpu(), logprobs.cpu()
+        masks, values = rows.response_mask.cpu(), logprobs.cpu()
         for row, key in enumerate(_keys(rows)):
-            self._known[key] = found[row, masks[row]]
+            self._known[key] = values[row, masks[row]]
 
     def share(self, ranks: Collectives) -> None:
         """Have the rows of all ranks on every rank; all call."""
@@ -342,17 +338,17 @@ class PrecomputedReference:
         Raises:
             ValueError: A row is not among those that were added.
         """
-        given = [self._known.get(key) for key in _keys(rows)]
-        if any(one is None for one in given):
+        stored = [self._known.get(key) for key in _keys(rows)]
+        if any(each is None for each in stored):
             raise ValueError(
                 "the reference was asked about the rows of the data that training began with, and "
                 "this is another: leave precompute_reference out, or build the module anew"
             )
-        known = [one for one in given if one is not None]
+        known = [logprob for logprob in stored if logprob is not None]
         masks = rows.response_mask
-        found = torch.zeros(masks.shape, dtype=known[0].dtype, device=masks.device)
-        found[masks] = torch.cat(known).to(masks.device)
-        return found
+        result = torch.zeros(masks.shape, dtype=known[0].dtype, device=masks.device)
+        result[masks] = torch.cat(known).to(masks.device)
+        return result
 
 
 def _keys(rows: SequenceBatch) -> Iterator[bytes]:

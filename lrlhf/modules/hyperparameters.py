@@ -50,22 +50,22 @@ set_loader("yaml", _load_checked, exceptions=(yaml.YAMLError, RecursionError))
 CLASS, NOT_KEPT = "_class_path", "_not_kept"
 
 
-class _NotKeptError(Exception):
+class _NotPlainError(Exception):
     """A value has no plain form; says what it is."""
 
 
 def as_hyperparameters(kind: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return constructor arguments in plain values without secrets, as LightningCLI stores them."""
-    kept: dict[str, Any] = {
+    plain: dict[str, Any] = {
         CLASS: _import_path(kind) if _is_importable(kind) else kind.__qualname__
     }
     reasons = {}
     for name, value in arguments.items():
         try:
-            kept[name] = _plain(value)
-        except _NotKeptError as error:
+            plain[name] = _plain(value)
+        except _NotPlainError as error:
             reasons[name] = str(error)
-    stored: dict[str, Any] = without_secrets(kept)
+    stored: dict[str, Any] = without_secrets(plain)
     return {**stored, NOT_KEPT: reasons} if reasons else stored
 
 
@@ -92,7 +92,7 @@ def _plain_object(value: Any) -> dict[str, Any]:
     kind = type(value)
     options = given_arguments(value)
     if options is None:
-        raise _NotKeptError(f"a {kind.__name__}")
+        raise _NotPlainError(f"a {kind.__name__}")
     stored: dict[str, Any] = {
         "class_path": _path_of(kind, f"a {kind.__name__} of {kind.__module__}"),
         "init_args": {},
@@ -103,7 +103,7 @@ def _plain_object(value: Any) -> dict[str, Any]:
         named = parameter is not None and parameter.kind not in _VARIABLE
         # as jsonargparse names what only a constructor's **options take, which has no type
         if not named and (parameter is not None or not isinstance(part, _UNTYPED)):
-            raise _NotKeptError(
+            raise _NotPlainError(
                 f"a {kind.__name__} with {name}, which its constructor does not name"
             )
         stored.setdefault("init_args" if named else "dict_kwargs", {})[name] = _plain(part)
@@ -116,15 +116,15 @@ def _import_path(value: Any) -> str:
 
 def _is_importable(value: Any) -> bool:
     """Tell whether another process finds the same thing under its name."""
-    found: Any = sys.modules.get(value.__module__)
+    there: Any = sys.modules.get(value.__module__)
     for name in value.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is value and value.__module__ != "__main__"
+        there = getattr(there, name, None)
+    return there is value and value.__module__ != "__main__"
 
 
 def _path_of(value: Any, what: str) -> str:
     if not _is_importable(value):
-        raise _NotKeptError(f"{what}, which cannot be imported")
+        raise _NotPlainError(f"{what}, which cannot be imported")
     return _import_path(value)
 
 
@@ -132,14 +132,14 @@ def _path_of(value: Any, what: str) -> str:
 
 
 def build_again(
-    kind: type[ModuleT], stored: Mapping[str, Any], given: Mapping[str, Any], *, where: Path
+    kind: type[ModuleT], stored: Mapping[str, Any], changed: Mapping[str, Any], *, where: Path
 ) -> ModuleT:
     """Construct a module from what a checkpoint holds.
 
     Args:
         kind: The class, or one that it derives from.
         stored: What `as_hyperparameters` or LightningCLI has stored.
-        given: Arguments that take the place of stored ones.
+        changed: Arguments that take the place of stored ones.
         where: The checkpoint, for errors.
 
     Raises:
@@ -152,42 +152,44 @@ def build_again(
     for name, value in options.items():
         if any(map(_is_hidden, _leaves(value))):
             reasons[name] = "it has a secret"
-        elif found := next(foreign_code({name: value}, imported=_imported()), None):
-            reasons[name] = found
+        elif foreign := next(foreign_code({name: value}, imported=_imported()), None):
+            reasons[name] = foreign
     for name, parameter in inspect.signature(kind).parameters.items():
         needed = parameter.default is parameter.empty and parameter.kind not in _VARIABLE
         if needed and name not in options:
             reasons.setdefault(name, "it is not stored")
-    if missing := {name: why for name, why in reasons.items() if name not in given}:
+    if missing := {name: why for name, why in reasons.items() if name not in changed}:
         call = ", ".join(f"{name}=..." for name in missing)
-        told = "; ".join(f"{name}: {why}" for name, why in missing.items())
+        explained = "; ".join(f"{name}: {why}" for name, why in missing.items())
         raise ValueError(
-            f"{where} does not hold all that {kind.__name__} was built from ({told}): pass it, "
-            f"{kind.__name__}.load_from_checkpoint(path, {call})"
+            f"{where} does not hold all that {kind.__name__} was built from ({explained}): pass "
+            f"it, {kind.__name__}.load_from_checkpoint(path, {call})"
         )
-    kept = {name: value for name, value in options.items() if name not in given}
-    return kind(**_instantiated(kind, kept, given, where), **given)
+    stored_options = {name: value for name, value in options.items() if name not in changed}
+    return kind(**_instantiated(kind, stored_options, changed, where), **changed)
 
 
 def _instantiated(
-    kind: type, kept: Mapping[str, Any], given: Mapping[str, Any], where: Path
+    kind: type, options: Mapping[str, Any], changed: Mapping[str, Any], where: Path
 ) -> dict[str, Any]:
     """Make objects of a class's stored arguments."""
     parser = ArgumentParser(exit_on_error=False)
     known = inspect.signature(kind).parameters.values()
-    parser.add_class_arguments(kind, "module", skip={*given}, instantiate=False, fail_untyped=False)
+    parser.add_class_arguments(
+        kind, "module", skip={*changed}, instantiate=False, fail_untyped=False
+    )
     free = {}
     if any(part.kind is inspect.Parameter.VAR_KEYWORD for part in known):
         typed = parser.get_defaults().get("module", {})
         # what nobody names goes on as it is, but not the description of an object
         free = {
             name: value
-            for name, value in kept.items()
+            for name, value in options.items()
             if name not in typed and not (isinstance(value, Mapping) and "class_path" in value)
         }
     try:
         config = parser.parse_object(
-            {"module": {name: value for name, value in kept.items() if name not in free}}
+            {"module": {name: value for name, value in options.items() if name not in free}}
         )
     except ArgumentError as error:
         raise ValueError(
@@ -196,7 +198,7 @@ def _instantiated(
         ) from error
     built = parser.instantiate(config).module
     # not its vars(): there, names that are methods of a namespace too are spelt otherwise
-    return {name: built[name] for name in kept if name in built} | free
+    return {name: built[name] for name in options if name in built} | free
 
 
 def _class_of(path: str | None, kind: type[ModuleT], where: Path) -> type[ModuleT]:
@@ -206,12 +208,12 @@ def _class_of(path: str | None, kind: type[ModuleT], where: Path) -> type[Module
     module, _, name = path.rpartition(".")
     if module.startswith("lrlhf."):
         import_module(module)
-    found = getattr(sys.modules.get(module), name, None)
-    if found is None:
+    candidate = getattr(sys.modules.get(module), name, None)
+    if candidate is None:
         raise ValueError(f"{where} is a checkpoint of {path}: import its module first")
-    if not (isinstance(found, type) and issubclass(found, kind)):
+    if not (isinstance(candidate, type) and issubclass(candidate, kind)):
         raise ValueError(f"{where} is a checkpoint of {path}, not of {kind.__name__}")
-    return found
+    return candidate
 
 
 def _is_hidden(leaf: Any) -> bool:

@@ -220,10 +220,10 @@ def parameter_groups(
 def _groups_by_name(
     named: Sequence[tuple[str, nn.Parameter]], weight_decay: float, lrs: Mapping[str, float]
 ) -> list[dict[str, Any]]:
-    others = [one for one in named if not one[0].startswith(tuple(lrs))]
+    others = [parameter for parameter in named if not parameter[0].startswith(tuple(lrs))]
     groups = parameter_groups(others, weight_decay=weight_decay) if others else []
     for beginning, lr in lrs.items():
-        own = [one for one in named if one[0].startswith(beginning)]
+        own = [each for each in named if each[0].startswith(beginning)]
         if own:
             groups += [
                 {**group, "lr": lr} for group in parameter_groups(own, weight_decay=weight_decay)
@@ -247,14 +247,14 @@ def _can_fuse(groups: Sequence[Mapping[str, Any]]) -> bool:
 
 def _resolve_optimizer(path: str) -> type[Optimizer]:
     try:
-        found = pkgutil.resolve_name(path)
+        kind = pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"optimizer.optimizer_class {path!r} cannot be imported: {error}"
         ) from error
-    if not (isinstance(found, type) and issubclass(found, Optimizer)):
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise ValueError(f"optimizer.optimizer_class {path!r} is no torch.optim.Optimizer")
-    return found
+    return kind
 
 
 def _half_cosine(progress: float) -> float:

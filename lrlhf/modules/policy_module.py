@@ -13,7 +13,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from lrlhf.arguments import brief
+from lrlhf.arguments import short_text
 from lrlhf.datamodules.core import set_names
 from lrlhf.environments import Episodes
 from lrlhf.functional.algorithm import Algorithm
@@ -320,7 +320,7 @@ class PolicyModule(TrainingModule):
 
     def finish(self, experience: Experience, it: Iteration) -> None:
         """Advance schedules and reference, and log what was trained on."""
-        advance_schedules(self, [one.freeze_steps for one in self.stepped_optimizers()])
+        advance_schedules(self, [optimizer.freeze_steps for optimizer in self.stepped_optimizers()])
         self.token_budget.update(it.ranks.least)
         if self.teacher is not None:
             self.teacher.reshard()
@@ -451,11 +451,11 @@ class PolicyModule(TrainingModule):
             **super().summary(),
             "algorithm": f"{settings.algorithm.name}, kl_coef {self.kl_coef:g}",
             "responses": (
-                f"{settings.num_generations} per prompt, {brief(settings.sampling)}, "
-                f"{brief(self.engine)}"
+                f"{settings.num_generations} per prompt, {short_text(settings.sampling)}, "
+                f"{short_text(self.engine)}"
             ),
-            "rewards": brief(self.rewards),
-            **({} if settings.teacher is None else {"teacher": brief(settings.teacher)}),
+            "rewards": short_text(self.rewards),
+            **({} if settings.teacher is None else {"teacher": short_text(settings.teacher)}),
         }
 
     def text_limits(self, *, training: bool) -> list[TextLimits]:
@@ -463,7 +463,7 @@ class PolicyModule(TrainingModule):
         frozen = [] if self.reference is None else [self.reference.model]
         response, option = self.settings.response_tokens(training=training)
         limits = super().text_limits(training=training) + limits_of(frozen)
-        return [replace(one, response=response, option=option) for one in limits]
+        return [replace(limit, response=response, option=option) for limit in limits]
 
 
 def plan_iteration(
@@ -616,6 +616,6 @@ def show_arguments(kind: type) -> None:
     # parsers of configs follow ``**options`` to the base, unless a type takes its place
     constructor.__annotations__["options"] = Any
     _, *parameters = inspect.signature(constructor).parameters.values()
-    named = {one.name: one for one in parameters if one.kind is not one.VAR_KEYWORD}
+    named = {each.name: each for each in parameters if each.kind is not each.VAR_KEYWORD}
     inherited = inspect.signature(PolicyModule).parameters
     kind.__signature__ = inspect.Signature([*(inherited | named).values()])  # type: ignore[attr-defined]

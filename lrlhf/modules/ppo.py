@@ -101,7 +101,7 @@ class PPO(PolicyModule):
         built = [self.optimizer_config.build(self.policy.named_parameters(), learning)]
         if self.values is not None:
             built.append(self.values.optimizer(steps))
-        return [one.optimizer for one in built], [one.scheduler for one in built]
+        return [optimizer.optimizer for optimizer in built], [each.scheduler for each in built]
 
     def trainable_models(self) -> dict[str, nn.Module]:
         critic = {} if self.values is None else {"critic": self.values.model}

@@ -116,7 +116,7 @@ class ProcessRewardModel(RowModule[StepBatch]):
         known = getattr(config, "step_separator", STEP_SEPARATOR)
         self.step_separator = known if step_separator is None else step_separator
         config.step_separator = self.step_separator
-        self._judged: dict[str, list[Tensor]] = {}
+        self._step_scores: dict[str, list[Tensor]] = {}
         """`[N, 2]`, probability and label of the steps so far, by prefix."""
 
     def trainable_models(self) -> dict[str, nn.Module]:
@@ -142,13 +142,13 @@ class ProcessRewardModel(RowModule[StepBatch]):
         """
         alone = not steps or isinstance(steps[0], str)
         answers: list[Sequence[str]] = [steps] if alone else list(steps)
-        asked: Any = [prompts] if alone else prompts
-        if len(asked) != len(answers):
-            raise ValueError(f"there are {len(asked)} prompts and {len(answers)} answers")
+        rows: Any = [prompts] if alone else prompts
+        if len(rows) != len(answers):
+            raise ValueError(f"there are {len(rows)} prompts and {len(answers)} answers")
         reward = ProcessReward.of_model(self.model, self.tokenizer, batch_size=batch_size)
         with evaluating(self.model):
-            found = reward.judge(asked, answers)
-        return found[0] if alone else found
+            values = reward.judge(rows, answers)
+        return values[0] if alone else values
 
     # ---- its rows
 
@@ -170,32 +170,32 @@ class ProcessRewardModel(RowModule[StepBatch]):
     def records_of(self, rows: StepBatch, places: tuple[str, ...] | None) -> list[dict[str, Any]]:
         """Describe prompt and steps of each row in JSON types."""
         return [
-            {**origin(place), **self._told(rows, row)}
+            {**origin(place), **self._record_of(rows, row)}
             for row, place in enumerate(places or ("",) * len(rows))
         ]
 
-    def _told(self, rows: StepBatch, row: int) -> dict[str, Any]:
+    def _record_of(self, rows: StepBatch, row: int) -> dict[str, Any]:
         ids, begin = rows.input_ids[row].tolist(), int(rows.starts[row])
-        told: dict[str, Any] = {"prompt": str(self.tokenizer.decode(ids[:begin])), "steps": []}
+        record: dict[str, Any] = {"prompt": str(self.tokenizer.decode(ids[:begin])), "steps": []}
         for end in rows.step_ends[row].nonzero().flatten().tolist():
             text = str(self.tokenizer.decode(ids[begin : end + 1]))
             labelled = bool(rows.response_mask[row, end])
             label = float(rows.labels[row, end]) if labelled else None
-            told["steps"].append({"text": text, "label": label})
+            record["steps"].append({"text": text, "label": label})
             begin = end + 1
-        return told
+        return record
 
     # ---- evaluation
 
     def tell(
         self,
-        found: RowOutputs,
+        outputs: RowOutputs,
         rows: StepBatch,
         records: list[dict[str, Any]],
         prefixes: set[str],
     ) -> None:
         """Add the probability of every step, and measure which error is the first."""
-        probabilities = found.outputs.sigmoid()
+        probabilities = outputs.outputs.sigmoid()
         for row, record in enumerate(records):
             steps, own = record["steps"], probabilities[row, rows.step_ends[row]]
             for step, value in zip(steps, own, strict=True):
@@ -207,23 +207,25 @@ class ProcessRewardModel(RowModule[StepBatch]):
                 hit = record["first_error"] == record["found_error"]
                 self._evaluated.add(f"{prefix}{name}_accuracy", float(hit), 1.0)
         certain = rows.response_mask & ((rows.labels == 0) | (rows.labels == 1))
-        judged = torch.stack([probabilities[certain], rows.labels[certain].to(probabilities)], 1)
+        certain_steps = torch.stack(
+            [probabilities[certain], rows.labels[certain].to(probabilities)], 1
+        )
         for prefix in prefixes:
-            self._judged.setdefault(prefix, []).append(judged.cpu())
+            self._step_scores.setdefault(prefix, []).append(certain_steps.cpu())
 
     def metric_names(self) -> list[str]:
         return list(_METRICS)
 
     def on_validation_epoch_start(self) -> None:
         super().on_validation_epoch_start()
-        self._judged = {}
+        self._step_scores = {}
 
     def evaluation_values(self) -> dict[str, float]:
         """Return the means, and what is measured on all steps at once."""
         values = super().evaluation_values()
         ranks = Collectives(self.trainer)
         for prefix in self.prefixes():
-            own = torch.cat([torch.empty(0, 2), *self._judged.get(prefix, [])])
+            own = torch.cat([torch.empty(0, 2), *self._step_scores.get(prefix, [])])
             probabilities, labels = torch.cat(ranks.gather(own)).unbind(dim=1)
             if labels.any() and not labels.all():  # else it is not defined
                 # loads every metric of torchmetrics, which takes a second
@@ -254,8 +256,8 @@ def _first_errors(labels: Sequence[float | None], scores: Sequence[float]) -> di
     wrong = next((i for i, one in enumerate(labels) if one is not None and one <= _HALF), None)
     if None in labels[:wrong]:
         return {}
-    found = next((i for i, one in enumerate(scores) if not one > _HALF), None)
-    return {"first_error": wrong, "found_error": found}
+    first = next((i for i, one in enumerate(scores) if not one > _HALF), None)
+    return {"first_error": wrong, "found_error": first}
 
 
 @quiet()

@@ -60,8 +60,8 @@ def _is_columns(prompts: Any) -> bool:
     if not isinstance(prompts, Mapping):
         return False
     column = prompts.get("prompt", prompts.get("messages"))
-    held = isinstance(column, Rows) and not isinstance(column, str | Mapping)
-    return held and len(column) > 0 and not _is_chat(column)
+    is_column = isinstance(column, Rows) and not isinstance(column, str | Mapping)
+    return is_column and len(column) > 0 and not _is_chat(column)
 
 
 def _row(prompt: Any, images: Any) -> Mapping[str, Any]:

@@ -131,14 +131,14 @@ class RewardModel(PairModule):
         return PairOutputs(PairScores(*self(both).split(len(batch))))
 
 
-def _weights(head_names: Sequence[str], given: Mapping[str, float] | None) -> list[float]:
-    given = given or {}
-    for name in given:
+def _weights(head_names: Sequence[str], weights: Mapping[str, float] | None) -> list[float]:
+    weights = weights or {}
+    for name in weights:
         if name not in head_names:
             raise ValueError(
                 f"head_weights names the head {name!r}; the heads are {', '.join(head_names)}"
             )
-    return [float(given.get(name, 1.0)) for name in head_names]
+    return [float(weights.get(name, 1.0)) for name in head_names]
 
 
 @quiet()

@@ -119,7 +119,7 @@ class RowModule(TrainingModule, Generic[RowsT]):
 
     @abstractmethod
     def tell(
-        self, found: RowOutputs, rows: RowsT, records: list[dict[str, Any]], prefixes: set[str]
+        self, outputs: RowOutputs, rows: RowsT, records: list[dict[str, Any]], prefixes: set[str]
     ) -> None:
         """Add what was found of evaluated rows to their records."""
 
@@ -187,21 +187,21 @@ class RowModule(TrainingModule, Generic[RowsT]):
             describe=lambda rows, _: self.records_of(rows, places),
         )
         for micro in step:
-            found = self.outputs_of(micro)
-            step.watch.outputs[self.output_name] = found.outputs.detach()
+            outputs = self.outputs_of(micro)
+            step.watch.outputs[self.output_name] = outputs.outputs.detach()
             mask = micro.response_mask
-            self._measure(found, micro, it.metrics, "train/")
-            loss = masked_sum(found.losses, mask) / total
-            if found.router_loss is not None:
-                it.metrics.add("train/router_loss", found.router_loss, step.share)
-                loss = loss + self.router_loss_coef * mask.sum() / total * found.router_loss
+            self._measure(outputs, micro, it.metrics, "train/")
+            loss = masked_sum(outputs.losses, mask) / total
+            if outputs.router_loss is not None:
+                it.metrics.add("train/router_loss", outputs.router_loss, step.share)
+                loss = loss + self.router_loss_coef * mask.sum() / total * outputs.router_loss
             step.backward(loss)
 
     @staticmethod
-    def _measure(found: RowOutputs, rows: RowsT, metrics: MetricSums, prefix: str) -> None:
+    def _measure(outputs: RowOutputs, rows: RowsT, metrics: MetricSums, prefix: str) -> None:
         """Add to the means over tokens whose names begin with ``prefix``."""
         mask = rows.response_mask
-        for name, values in {"loss": found.losses, **found.values}.items():
+        for name, values in {"loss": outputs.losses, **outputs.values}.items():
             metrics.add(f"{prefix}{name}", masked_sum(values.detach(), mask), mask.sum())
 
     # ---- the guard
@@ -242,12 +242,12 @@ class RowModule(TrainingModule, Generic[RowsT]):
         micro_batches = plan_micro_batches(
             part, [self._loaded.model], it, max_tokens=self.micro_batch_tokens, shared=False
         )
-        for one in micro_batches:
-            micro = trim(part.select(one.rows)).to(it.device)
-            found = self.outputs_of(micro)
+        for micro_batch in micro_batches:
+            micro = trim(part.select(micro_batch.rows)).to(it.device)
+            outputs = self.outputs_of(micro)
             for prefix in prefixes:
-                self._measure(found, micro, self._evaluated, prefix)
-            self.tell(found, micro, [records[row] for row in one.rows.tolist()], prefixes)
+                self._measure(outputs, micro, self._evaluated, prefix)
+            self.tell(outputs, micro, [records[row] for row in micro_batch.rows.tolist()], prefixes)
         return records
 
     def on_validation_epoch_start(self) -> None:
@@ -273,7 +273,7 @@ class RowModule(TrainingModule, Generic[RowsT]):
 
     def prefixes(self) -> list[str]:
         """Return what names of metrics begin with: nothing, or the name of a validation set."""
-        return ["", *(f"{one}/" for one in set_names(self.trainer) if one)]
+        return ["", *(f"{name}/" for name in set_names(self.trainer) if name)]
 
     def evaluation_names(self) -> set[str]:
         """Return the names of all metrics that evaluations may log."""

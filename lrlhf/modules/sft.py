@@ -173,14 +173,14 @@ class SFT(RowModule[SequenceBatch]):
 
     def tell(
         self,
-        found: RowOutputs,
+        outputs: RowOutputs,
         rows: SequenceBatch,
         records: list[dict[str, Any]],
         prefixes: set[str],
     ) -> None:
         """Add the log-probability of what is trained on."""
         del rows, prefixes
-        for record, logprob in zip(records, found.outputs.sum(dim=1), strict=True):
+        for record, logprob in zip(records, outputs.outputs.sum(dim=1), strict=True):
             record["logprob"] = shown(logprob)
 
     def metric_names(self) -> list[str]:

@@ -33,7 +33,7 @@ def hint(word: str, accepted: Iterable[str], *, listed_as: str = "accepted") -> 
     """
     words = sorted(set(accepted))
     # what is abbreviated has little in common with the whole
-    begun = [one for one in words if len(word) > 2 and one.startswith(word)]
+    begun = [each for each in words if len(word) > 2 and each.startswith(word)]
     if len(begun) == 1:
         return f"; did you mean '{begun[0]}'?"
     close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)

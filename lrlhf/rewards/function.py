@@ -172,7 +172,7 @@ class RewardFunction(KeepsArguments, ABC):
     sums_turns: ClassVar[bool] = False
     """Its value is the sum of an environment's rewards for single turns."""
 
-    gives_steps: ClassVar[bool] = False
+    scores_steps: ClassVar[bool] = False
     """It returns `StepValues`."""
 
     none_is_missing: ClassVar[bool] = False

@@ -126,7 +126,7 @@ class ProcessReward(OwnModelReward[_Loaded]):
         2024, https://arxiv.org/abs/2312.08935, §3.4 (a reward at the end of each step)
     """
 
-    gives_steps: ClassVar[bool] = True
+    scores_steps: ClassVar[bool] = True
 
     def __init__(  # noqa: PLR0913  the keys of a user's config
         self,

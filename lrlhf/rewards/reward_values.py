@@ -396,9 +396,9 @@ def weighted_sum(
     Raises:
         RewardError: A sum is too large for float32.
     """
-    wanted = weights.isfinite() & (weights != 0)
-    counts = per_function.isfinite() & wanted
-    silent = declined & wanted
+    counted = weights.isfinite() & (weights != 0)
+    counts = per_function.isfinite() & counted
+    silent = declined & counted
 
     def in_group(flags: Bool[Tensor, "B K"]) -> Bool[Tensor, "B K"]:
         """Return for each response whether a flag is set for any response of its group."""
@@ -415,8 +415,8 @@ def weighted_sum(
             f"the weighted rewards of response {row} add up to more than float32 can hold: "
             f"{per_function[row].tolist()}; scale the reward functions down"
         )
-    complete = (counts | ~wanted | optional | silent).all(dim=1) & ~mixed.any(dim=1)
-    inapplicable = wanted.any(dim=1) & (silent | ~wanted).all(dim=1) & ~mixed.any(dim=1)
+    complete = (counts | ~counted | optional | silent).all(dim=1) & ~mixed.any(dim=1)
+    inapplicable = counted.any(dim=1) & (silent | ~counted).all(dim=1) & ~mixed.any(dim=1)
     sums = torch.where(complete & counts.any(dim=1), scores, torch.nan)
     return Score(sums, inapplicable, mixed)
 

@@ -162,7 +162,7 @@ class Rewards(KeepsArguments):
             [getattr(function, "sums_turns", False) for _, function in self._functions]
         )
         self._has_steps = any(
-            getattr(function, "gives_steps", False) for _, function in self._functions
+            getattr(function, "scores_steps", False) for _, function in self._functions
         )
         self._optional = torch.tensor([name in (optional or []) for name in self.names])
         self._max_unscorable_fraction = max_unscorable_fraction
@@ -172,17 +172,15 @@ class Rewards(KeepsArguments):
 
     @property
     def functions(self) -> dict[str, object]:
-        """The functions by name."""
         return dict(self._functions)
 
     @property
-    def asked_of_all(self) -> list[str]:
+    def unconditional(self) -> list[str]:
         """The functions that score responses of every label of the recipe."""
         return self._weights.of_all
 
     @property
     def answer_columns(self) -> dict[str, str]:
-        """See `scoring_columns`."""
         return scoring_columns(function for _, function in self._functions)
 
     def asking_for(self, argument: str) -> list[str]:
@@ -208,7 +206,7 @@ class Rewards(KeepsArguments):
             if isinstance(function, RewardFunction):
                 function.close()
 
-    def beside_a_run(self) -> Rewards:
+    def with_own_failures(self) -> Rewards:
         """Return the same functions with a count of failures of their own."""
         other = copy.copy(self)
         other._failures = Failures(self._failures.limit)
@@ -255,8 +253,8 @@ class Rewards(KeepsArguments):
         self.prepare()
         weights = self._weights.rows(columns)
         weights[[*(failed or {})]] = math.nan
-        given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
-        results = self._results(weights, given, columns, on_request or {}, lost=bool(failed))
+        inputs = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
+        results = self._results(weights, inputs, columns, on_request or {}, lost=bool(failed))
         numbers: dict[Hashable, int] = {}
         groups = torch.tensor(
             [
@@ -269,7 +267,7 @@ class Rewards(KeepsArguments):
     def _results(
         self,
         weights: Float[Tensor, "B K"],
-        given: Mapping[str, Sequence[Any]],
+        inputs: Mapping[str, Sequence[Any]],
         columns: Sequence[Mapping[str, Any]],
         on_request: Mapping[str, Sequence[Any]],
         *,
@@ -286,7 +284,7 @@ class Rewards(KeepsArguments):
                 if rows[index]
             }
             outcomes = self._dispatcher.run(
-                [self._call(task, given, columns, on_request, known) for task in tasks.values()]
+                [self._call(task, inputs, columns, on_request, known) for task in tasks.values()]
             )
             for (index, task), outcome in zip(tasks.items(), outcomes, strict=True):
                 result = results[index] = self._read(task, outcome, lost=lost)
@@ -297,7 +295,7 @@ class Rewards(KeepsArguments):
     def _call(
         self,
         task: _Task,
-        given: Mapping[str, Sequence[Any]],
+        inputs: Mapping[str, Sequence[Any]],
         columns: Sequence[Mapping[str, Any]],
         on_request: Mapping[str, Sequence[Any]],
         known: Mapping[str, Sequence[float | None]],
@@ -310,7 +308,7 @@ class Rewards(KeepsArguments):
             **{column: [columns[row].get(column) for row in task.rows] for column in names},
             **{
                 argument: [_copied(values[row]) for row in task.rows]
-                for argument, values in given.items()
+                for argument, values in inputs.items()
             },
             **{
                 argument: [values[row] for row in task.rows]
@@ -496,7 +494,7 @@ class NoRewards(Rewards):
         self._recent: list[bool] = []
         """Of the last responses: whether their episodes failed."""
 
-    def beside_a_run(self) -> NoRewards:
+    def with_own_failures(self) -> NoRewards:
         return NoRewards()
 
     def score(
@@ -758,8 +756,8 @@ def check_quota(
     count = int(unscorable.sum())
     if count <= allowed * len(unscorable):
         return
-    wanted = weights.isfinite() & (weights != 0)
-    missing = (per_function.isnan() & wanted & unscorable[:, None]).sum(dim=0)
+    counted = weights.isfinite() & (weights != 0)
+    missing = (per_function.isnan() & counted & unscorable[:, None]).sum(dim=0)
     functions = ", ".join(
         f"{name} ({count} without a value)"
         for name, count in zip(names, missing.tolist(), strict=True)

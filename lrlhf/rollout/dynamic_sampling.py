@@ -34,7 +34,7 @@ def collect_different(
     prompts: PromptBatch,
     sample: Callable[[PromptBatch, int], Collected],
     *,
-    wanted: int,
+    count: int,
     num_generations: int,
     any_rank: Callable[[bool], bool],
     scores_of: Callable[[Collected], Tensor] = lambda collected: collected.rewards.scores,
@@ -45,7 +45,7 @@ def collect_different(
     Args:
         prompts: The candidates; their number is the budget.
         sample: Generates and scores responses to some of them, with the index of the first.
-        wanted: Number of groups to return.
+        count: Number of groups to return.
         num_generations: Responses per prompt.
         scores_of: `[B]`, the scores that are trained on, or `[B, K]`, several of each response;
             NaN: the response is not trained on.
@@ -54,7 +54,7 @@ def collect_different(
             rounds, as an engine may need them together.
 
     Returns:
-        Exactly ``wanted`` groups in the order of sampling: those with a signal, then padding.
+        Exactly ``count`` groups in the order of sampling: those with a signal, then padding.
 
     Reference:
         Yu et al. 2025, DAPO, https://arxiv.org/abs/2503.14476
@@ -62,8 +62,8 @@ def collect_different(
     rounds: list[Collected] = []
     different: list[bool] = []
     used = 0
-    while used < len(prompts) and any_rank(sum(different) < wanted):
-        size = min(wanted, len(prompts) - used)
+    while used < len(prompts) and any_rank(sum(different) < count):
+        size = min(count, len(prompts) - used)
         part = sample(prompts.select(torch.arange(used, used + size)), used)
         rounds.append(part)
         if informative:
@@ -72,13 +72,13 @@ def collect_different(
             signal = groups_differ(scores_of(part), num_generations)
         different += signal.tolist()
         used += size
-    first = [group for group, differs in enumerate(different) if differs][:wanted]
+    first = [group for group, differs in enumerate(different) if differs][:count]
     padding = [group for group, differs in enumerate(different) if not differs]
-    chosen = first + padding[: wanted - len(first)]
+    chosen = first + padding[: count - len(first)]
     rows = torch.tensor([g * num_generations + i for g in chosen for i in range(num_generations)])
     device = rounds[0].rollout.input_ids.device
     padding_rows = (
-        torch.arange(wanted * num_generations, device=device) >= len(first) * num_generations
+        torch.arange(count * num_generations, device=device) >= len(first) * num_generations
     )
     everything = merge_collected(rounds)
     return Filtered(_selected(everything, rows), padding_rows, everything, len(rounds), used)

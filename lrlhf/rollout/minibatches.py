@@ -72,18 +72,18 @@ class MicroBatch(NamedTuple):
     """`[N]`, indices in the batch."""
     computed: int
     """Tokens that go through the model: padding counts, shared prefixes count once."""
-    given: int
+    tokens: int
     """Tokens of the rows."""
 
     @property
     def padding(self) -> int:
         """Computed tokens that are padding."""
-        return max(0, self.computed - self.given)
+        return max(0, self.computed - self.tokens)
 
     @property
     def shared(self) -> int:
         """Tokens of a prefix that is computed for another row."""
-        return max(0, self.given - self.computed)
+        return max(0, self.tokens - self.computed)
 
 
 def plan_micro_batches(
@@ -108,11 +108,11 @@ def plan_micro_batches(
     """
     if packed:
         return _packed(batch, batch.group_ids if shared else None, max_tokens, at_least)
-    given = batch.lengths.cpu()
-    lengths, branches = _branches(batch, given)
+    row_lengths = batch.lengths.cpu()
+    lengths, branches = _branches(batch, row_lengths)
     return [
         MicroBatch(
-            rows, int(branches[rows].sum()) * int(lengths[rows].max()), int(given[rows].sum())
+            rows, int(branches[rows].sum()) * int(lengths[rows].max()), int(row_lengths[rows].sum())
         )
         for rows in micro_batch_rows(lengths, branches, max_tokens=max_tokens, at_least=at_least)
     ]

@@ -83,10 +83,10 @@ def _segments(view: ResponseView, runs: Sequence[Run]) -> dict[str, Any]:
     segments = [{"sampled": part.sampled, "text": part.text} for part in view.text.segments]
     if all(run.sampled for run in runs) and len(segments) < 2:
         return {}
-    given = [
+    given_spans = [
         [run.start - runs[0].start, run.end - runs[0].start] for run in runs if not run.sampled
     ]
-    return {"segments": segments, "given_tokens": given}
+    return {"segments": segments, "given_tokens": given_spans}
 
 
 def segments_of(record: Mapping[str, Any]) -> list[TextSegment]:
@@ -102,8 +102,10 @@ def written_text(record: Mapping[str, Any]) -> str:
 
 def written_ids(record: Mapping[str, Any]) -> list[int]:
     """Return the sampled token ids of a recorded response."""
-    given = {index for span in record.get("given_tokens", ()) for index in range(*span)}
-    return [token for index, token in enumerate(record["token_ids"]) if index not in given]
+    given_positions = {index for span in record.get("given_tokens", ()) for index in range(*span)}
+    return [
+        token for index, token in enumerate(record["token_ids"]) if index not in given_positions
+    ]
 
 
 def sampling_options(sampling: Sampling) -> dict[str, Any]:

@@ -42,7 +42,6 @@ class Segment:
 
     @property
     def sampled(self) -> bool:
-        """Whether the policy sampled it."""
         return self.logprobs is not None
 
 
@@ -181,19 +180,19 @@ def assemble_rollout(
 def _row(context: Tensor, response: Response, device: torch.device) -> Iterator[Tensor]:
     """Yield `[L]` of a row: ids, mask, log-probabilities, mass, forks and versions."""
     parts, version = [], response.weight_version or 0
-    for one in (Segment(token_ids=context), *response.segments):
-        ids = one.token_ids.to(device)
+    for each in (Segment(token_ids=context), *response.segments):
+        ids = each.token_ids.to(device)
         zeros = torch.zeros(len(ids), device=device)
         parts.append(
             (
                 ids,
-                torch.full_like(ids, one.sampled, dtype=torch.bool),
-                zeros if one.logprobs is None else one.logprobs.to(device),
-                zeros + 1 if one.kept_mass is None else one.kept_mass.to(device),
-                torch.tensor([one.fork, *[0] * len(ids)], device=device)[: len(ids)],
-                torch.full_like(ids, version if one.sampled else 0)
-                if one.versions is None
-                else one.versions.to(device),
+                torch.full_like(ids, each.sampled, dtype=torch.bool),
+                zeros if each.logprobs is None else each.logprobs.to(device),
+                zeros + 1 if each.kept_mass is None else each.kept_mass.to(device),
+                torch.tensor([each.fork, *[0] * len(ids)], device=device)[: len(ids)],
+                torch.full_like(ids, version if each.sampled else 0)
+                if each.versions is None
+                else each.versions.to(device),
             )
         )
     return (torch.cat(column) for column in zip(*parts, strict=True))

@@ -185,7 +185,7 @@ def _stored(pending: _Pending) -> dict[str, Any]:
                 "rewards": None if episode.rewards is None else list(episode.rewards),
                 "finish_reason": episode.finish_reason,
                 "failure": episode.failure,
-                "beside_calls": [[*call] for call in episode.beside_calls],
+                "call_contents": [[*call] for call in episode.call_contents],
             }
             for episode in rollout.episodes
         ],
@@ -201,7 +201,7 @@ def _restored_episode(stored: Mapping[str, Any]) -> Episode:
         finish_reason=stored["finish_reason"],
         failure=stored["failure"],
         # absent from checkpoints of earlier versions
-        beside_calls=tuple((number, text) for number, text in stored.get("beside_calls", ())),
+        call_contents=tuple((number, text) for number, text in stored.get("call_contents", ())),
     )
 
 

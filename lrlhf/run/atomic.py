@@ -305,8 +305,8 @@ def check_room(path: Path, content: Any, what: str = "a checkpoint") -> None:
     """
     unique = {id(tensor): tensor for tensor in _tensors(content)}
     needed = sum(tensor.numel() * tensor.element_size() for tensor in unique.values())
-    whole = path.absolute()
-    free = shutil.disk_usage(next(p for p in (whole, *whole.parents) if p.exists())).free
+    absolute = path.absolute()
+    free = shutil.disk_usage(next(p for p in (absolute, *absolute.parents) if p.exists())).free
     if free < needed:
         raise OSError(
             errno.ENOSPC,

@@ -29,9 +29,9 @@ def from_rank_zero(strategy: Strategy, function: Callable[[], T]) -> T:
             value = function()
         except Exception as error:  # noqa: BLE001  raised once the others, who wait, are told
             failure = error
-    told = None if failure is None else portable(failure)
-    value, told = strategy.broadcast((value, told))
-    failure = failure or told
+    outcome = None if failure is None else portable(failure)
+    value, outcome = strategy.broadcast((value, outcome))
+    failure = failure or outcome
     if failure is not None:
         raise failure
     return value  # type: ignore[return-value]  # what the function returned
@@ -111,12 +111,12 @@ class Collectives:
         # of a plain mean would be divided by a deviation as small as itself
         lowest = torch.finfo(values.dtype).min
         origin = self.max(torch.where(mask, values, lowest).amax())
-        kept = torch.where(mask, values - origin, 0.0)
-        total = self.sum(torch.stack([masked_sum(kept, mask), mask.sum().to(values.dtype)]))
+        masked = torch.where(mask, values - origin, 0.0)
+        total = self.sum(torch.stack([masked_sum(masked, mask), mask.sum().to(values.dtype)]))
         count = total[1]
         if count < 2:
             return values
-        centered = kept - total[0] / count
+        centered = masked - total[0] / count
         variance = self.sum(masked_sum(centered.square(), mask)) / (count - 1)
         return torch.where(mask, centered / (variance.sqrt() + eps), values)
 
@@ -133,15 +133,15 @@ class Trains(Protocol):
 class SplitsModels(Protocol):
     """A strategy that can split a model which is not trained."""
 
-    def shard_frozen(self, model: nn.Module, *, whole: bool = False) -> None:
-        """Have a model compute as trained ones do, in place, and unless ``whole`` split it."""
+    def shard_frozen(self, model: nn.Module, *, full: bool = False) -> None:
+        """Have a model compute as trained ones do, in place, and unless ``full`` split it."""
 
 
 @runtime_checkable
-class ReadsParts(Protocol):
+class LoadsShards(Protocol):
     """A strategy whose processes read their parts of a model, once it is split."""
 
-    def reading_parts(self) -> AbstractContextManager[None]:
+    def loading_shards(self) -> AbstractContextManager[None]:
         """Build the models of a module inside without their weights."""
 
 

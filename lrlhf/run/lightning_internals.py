@@ -63,8 +63,8 @@ class FindsLast(ModelCheckpoint):
             # Lightning leaves the protocol out, and then looks for them on this machine
             elsewhere = super()._find_last_checkpoints(trainer)
             return {str(self._fs.unstrip_protocol(path)) for path in elsewhere}
-        found = self.find_last(trainer, Path(folder))
-        return set() if found is None else {str(found)}
+        checkpoint = self.find_last(trainer, Path(folder))
+        return set() if checkpoint is None else {str(checkpoint)}
 
 
 def logged_in_validation(trainer: L.Trainer) -> set[str]:
@@ -234,8 +234,8 @@ def trainer_of(module: L.LightningModule) -> L.Trainer | None:
 
 def set_hyperparameters(module: L.LightningModule, arguments: Mapping[str, Any]) -> None:
     """Have checkpoints and loggers know a module's arguments; on the command line, its config."""
-    given = _given_hyperparameters.get()
-    replace_hyperparameters(module, dict(arguments if given is None else given))
+    hyperparameters = _given_hyperparameters.get()
+    replace_hyperparameters(module, dict(arguments if hyperparameters is None else hyperparameters))
     module._log_hyperparams = True
 
 

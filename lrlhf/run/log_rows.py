@@ -34,13 +34,13 @@ class ResumableLog(Protocol):
     def log_position(self) -> dict[str, Any]:
         """Bring all rows to the disk and say how far they go, in plain values."""
 
-    def go_back(self, position: Mapping[str, Any]) -> None:
+    def rewind(self, position: Mapping[str, Any]) -> None:
         """Forget the rows after a position: a run goes on from there."""
 
-    def start_over(self) -> None:
+    def begin_run(self) -> None:
         """Set aside the rows of an earlier run: one begins."""
 
-    def stand_apart(self, stage: str) -> None:
+    def begin_evaluation(self, stage: str) -> None:
         """Keep the rows of an evaluation by itself away from those of the training."""
 
 
@@ -64,7 +64,7 @@ class LogRows(LoadedStep):
             hold_log_folders(trainer)
             return
         for log in _resumable(trainer) if trainer.is_global_zero else ():
-            log.stand_apart(TrainerFn(stage).value)
+            log.begin_evaluation(TrainerFn(stage).value)
 
     def on_load_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
@@ -97,7 +97,7 @@ class LogRows(LoadedStep):
             _resume(trainer, loaded)
         elif trainer.global_step == 0:
             for log in _resumable(trainer):
-                log.start_over()
+                log.begin_run()
             if before:
                 _write(trainer, {"epoch": trainer.current_epoch, **before}, 0)
 
@@ -131,15 +131,15 @@ class LogRows(LoadedStep):
 
     def _next_row(self, trainer: L.Trainer) -> dict[str, Any] | None:
         """What Lightning writes when the callbacks are done, if they run where it does."""
-        found = next_log_row(trainer) if self._row_follows else None
-        if found is None:
+        row = next_log_row(trainer) if self._row_follows else None
+        if row is None:
             return None
-        metrics: dict[str, Any] = convert_tensors_to_scalars(found[0])
+        metrics: dict[str, Any] = convert_tensors_to_scalars(row[0])
         if not metrics:
             return None
         if "step" not in metrics:
             metrics.setdefault("epoch", trainer.current_epoch)
-        return {"metrics": metrics, "step": int(metrics.pop("step", found[1]))}
+        return {"metrics": metrics, "step": int(metrics.pop("step", row[1]))}
 
 
 def keep_log_rows(trainer: L.Trainer, stage: str) -> None:
@@ -176,13 +176,13 @@ def _resume(trainer: L.Trainer, loaded: Mapping[str, Any]) -> None:
     for log in _resumable(trainer):
         name = type(log).__name__
         # the first of its class that no logger before it took
-        found = next((entry for entry in positions if entry[0] == name), None)
-        if found is None:
+        position = next((entry for entry in positions if entry[0] == name), None)
+        if position is None:
             rank_zero_info(f"{name}: the checkpoint knows of no such log; it begins here")
-            log.start_over()
+            log.begin_run()
             continue
-        positions.remove(found)
-        log.go_back(found[1])
+        positions.remove(position)
+        log.rewind(position[1])
         row = loaded["row"]
         if row is not None:
             log.log_metrics(row["metrics"], step=row["step"])

@@ -100,27 +100,27 @@ def quiet() -> Iterator[None]:
     Where our logger is set up already, as by the command line or by the user, and where
     ``LRLHF_DEBUG`` is set, nothing changes.
     """
-    ours = logging.getLogger("lrlhf")
+    package_logger = logging.getLogger("lrlhf")
     debugs = os.environ.get("LRLHF_DEBUG", "") not in {"", "0"}
-    if debugs or ours.handlers or ours.level != logging.NOTSET:
+    if debugs or package_logger.handlers or package_logger.level != logging.NOTSET:
         yield
         return
     noise, handler = DropNoise(), our_handler()
     noisy: list[logging.Filterer] = [*noisy_handlers(), logging.getLogger(_DEEPSPEED)]
-    shown_already = ours.hasHandlers()
+    shown_already = package_logger.hasHandlers()
     try:
-        for one in noisy:
-            one.addFilter(noise)
+        for noisy_logger in noisy:
+            noisy_logger.addFilter(noise)
         if not shown_already:
-            ours.addHandler(handler)
-        ours.setLevel(our_level())
+            package_logger.addHandler(handler)
+        package_logger.setLevel(our_level())
         with warnings.catch_warnings(), _without_bars():
             ignore_needless_warnings()
             for category in (FutureWarning, DeprecationWarning):
                 warnings.filterwarnings("ignore", category=category, module=_OTHERS)
             yield
     finally:
-        for one in noisy:
-            one.removeFilter(noise)
-        ours.removeHandler(handler)
-        ours.setLevel(logging.NOTSET)
+        for each in noisy:
+            each.removeFilter(noise)
+        package_logger.removeHandler(handler)
+        package_logger.setLevel(logging.NOTSET)

@@ -54,7 +54,9 @@ def model_step(trainer: L.Trainer) -> int:
     """Return how many steps are behind the model, trained here or loaded for an evaluation."""
     if trainer.state.fn != TrainerFn.FITTING:
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        loaded = [one.loaded_step for one in callbacks if isinstance(one, LoadedStep)]
+        loaded = [
+            callback.loaded_step for callback in callbacks if isinstance(callback, LoadedStep)
+        ]
         known = [step for step in loaded if step is not None]
         if known:
             return known[0]

@@ -56,9 +56,9 @@ def balance_over_ranks(rows: Experience, collectives: Collectives) -> Balanced:
     if collectives.world_size == 1:
         return Balanced(rows, 1.0, 1.0)
     world = collectives.world_size
-    told = collectives.gather((_column_kinds(rows), _groups(rows, collectives.rank)))
-    kinds, groups = told[0][0], [group for _, own in told for group in own]
-    movable = kinds is not None and all(other == kinds for other, _ in told)
+    gathered = collectives.gather((_column_kinds(rows), _groups(rows, collectives.rank)))
+    kinds, groups = gathered[0][0], [group for _, own in gathered for group in own]
+    movable = kinds is not None and all(other == kinds for other, _ in gathered)
     costs, counts = [group.cost for group in groups], [len(group.rows) for group in groups]
     parts = partition(costs, world, equal_counts=True)
     now = [[i for i, group in enumerate(groups) if group.rank == rank] for rank in range(world)]
@@ -106,11 +106,13 @@ def _column_kinds(rows: Experience) -> dict[str, tuple[str, int]] | None:
     """Say what each column is; None: there is one that stays where it is, and its rows with it."""
     values = {field.name: getattr(rows, field.name) for field in fields(rows)}
     same = ("columns", "old_source")  # of all rows, and of all ranks
-    given = {name: one for name, one in values.items() if one is not None and name not in same}
+    columns = {name: one for name, one in values.items() if one is not None and name not in same}
     shapes = ((), rows.input_ids.shape[1:])
-    if not all(isinstance(one, Tensor) and one.shape[1:] in shapes for one in given.values()):
+    if not all(
+        isinstance(column, Tensor) and column.shape[1:] in shapes for column in columns.values()
+    ):
         return None
-    return {name: (str(value.dtype), value.dim()) for name, value in given.items()}
+    return {name: (str(value.dtype), value.dim()) for name, value in columns.items()}
 
 
 def _exchanged(
@@ -148,9 +150,9 @@ def _exchanged(
     tokens = [group.tokens for group in groups]
     came = _swapped(per_token, loads(tokens, leaving), loads(tokens, coming), collectives)
     for name, entries in came.items():
-        whole = torch.full_like(mask, _PADDING.get(name, 0), dtype=entries.dtype)
-        whole[mask] = entries
-        arrived[name] = whole
+        padded = torch.full_like(mask, _PADDING.get(name, 0), dtype=entries.dtype)
+        padded[mask] = entries
+        arrived[name] = padded
     return replace(rows, attention_mask=mask, **arrived)
 
 

@@ -58,10 +58,10 @@ def spearman_interval(
         Efron and Stein 1981, The Annals of Statistics 9(3), 586-596
     """
     one, two = np.asarray(first, np.float64), np.asarray(second, np.float64)
-    kept = ~(np.isnan(one) | np.isnan(two))
+    known = ~(np.isnan(one) | np.isnan(two))
     numbers: dict[Hashable, int] = {}
-    group = np.array([numbers.setdefault(key, len(numbers)) for key in groups], int)[kept]
-    one, two = one[kept], two[kept]
+    group = np.array([numbers.setdefault(key, len(numbers)) for key in groups], int)[known]
+    one, two = one[known], two[known]
     value = spearman(one, two) if len(one) > 1 else math.nan
     there = np.unique(group)
     blocks = min(_MOST_BLOCKS, len(there))

@@ -67,11 +67,11 @@ def t_test_power(effect: float, degrees: float, confidence: float) -> float:
         + (degrees - 1) * np.log(scales)
         - degrees * scales**2 / 2
     )
-    found = [
+    terms = [
         _NORMAL.cdf(effect - t * scale) + _NORMAL.cdf(-effect - t * scale)
         for scale in scales.tolist()
     ]
-    return float(np.exp(log_density) * weights @ np.array(found))
+    return float(np.exp(log_density) * weights @ np.array(terms))
 
 
 def _within(angle: float, degrees: float) -> float:
@@ -174,10 +174,10 @@ def share_interval(
     for outcome, cluster in zip(outcomes, clusters, strict=True):
         gaps[cluster] += outcome - share
         sizes[cluster] += 1
-    whole, alone = all(outcome in (0, 1) for outcome in outcomes), len(gaps) == count
+    binary, alone = all(outcome in (0, 1) for outcome in outcomes), len(gaps) == count
     effective = float(len(gaps))
     # the variance of independent outcomes is p (1 - p), and is not estimated
-    if not (whole and alone) and 0 < share < 1 and len(gaps) > 1:
+    if not (binary and alone) and 0 < share < 1 and len(gaps) > 1:
         squares = math.fsum((gap / (count - sizes[one])) ** 2 for one, gap in gaps.items())
         variance = squares * (len(gaps) - 1) / len(gaps)
         # a sum that rounding alone keeps from zero
@@ -185,12 +185,12 @@ def share_interval(
             z = NormalDist().inv_cdf((1 + level) / 2)
             degrees = count**2 / sum(size * size for size in sizes.values()) - 1
             shrunk = (z / t_quantile(level, max(1.0, degrees))) ** 2
-            found = (1 + share * (1 - share) / variance) * shrunk
+            center = (1 + share * (1 - share) / variance) * shrunk
             # that of independent numbers between 0 and 1 is p (1 - p) at most
-            effective = max(effective, found) if alone else found
-        elif whole:
+            effective = max(effective, center) if alone else center
+        elif binary:
             effective = float(count)
-        if whole:
+        if binary:
             effective = min(effective, float(count))
     return wilson_interval(share * effective, effective, level)
 
@@ -237,12 +237,12 @@ def mean_interval(
     """
     if not 0 < confidence < 1:
         raise ValueError(f"confidence is {confidence}; it must lie between 0 and 1")
-    given = np.asarray(values, dtype=np.float64)
-    names: Sequence[Hashable] = range(len(given)) if clusters is None else clusters
-    if len(names) != len(given):
-        raise ValueError(f"{len(given)} values and {len(names)} clusters: give each value its own")
+    sample = np.asarray(values, dtype=np.float64)
+    names: Sequence[Hashable] = range(len(sample)) if clusters is None else clusters
+    if len(names) != len(sample):
+        raise ValueError(f"{len(sample)} values and {len(names)} clusters: give each value its own")
     groups: dict[Hashable, list[float]] = {}
-    for name, value in zip(names, given.tolist(), strict=True):
+    for name, value in zip(names, sample.tolist(), strict=True):
         if not math.isnan(value):
             groups.setdefault(name, []).append(value)
     count = len(groups)

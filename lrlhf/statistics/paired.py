@@ -228,14 +228,14 @@ def variances(a: ArrayLike, b: ArrayLike) -> Variances:
     count = sides[0].shape[1]
     if count < 2:
         raise ValueError("one prompt does not tell how prompts vary; give two or more")
-    found = _mean_squares(sides[1].mean(axis=0) - sides[0].mean(axis=0), sides)
-    several = iter(zip(found.seeds, found.residual, strict=True))
+    squares = _mean_squares(sides[1].mean(axis=0) - sides[0].mean(axis=0), sides)
+    several = iter(zip(squares.seeds, squares.residual, strict=True))
     seeds, residual = [], []
     for side in sides:
         (of_means, _), rest = next(several) if len(side) > 1 else ((0.0, 0), 0.0)
         seeds.append(max(0.0, of_means - rest) * len(side))
         residual.append(rest * len(side) * count)
-    prompts = max(0.0, found.prompts - math.fsum(found.residual)) * count
+    prompts = max(0.0, squares.prompts - math.fsum(squares.residual)) * count
     return Variances(prompts, (seeds[0], seeds[1]), (residual[0], residual[1]))
 
 
@@ -266,13 +266,13 @@ def _estimate(effects: Scores, sides: Sequence[Scores], confidence: float) -> Es
     mean = math.fsum(effects) / len(effects)
     if len(effects) < 2:
         return Estimate(mean, -math.inf, math.inf, 1.0)
-    found = _mean_squares(effects, sides)
-    error = math.sqrt(found.variance)
+    squares = _mean_squares(effects, sides)
+    error = math.sqrt(squares.variance)
     if error <= _CLOSE * max(float(np.abs(side).max()) for side in sides):
         # nothing varies, however few the prompts are: only their signs still say something
         return mean_by_sign_flips(effects, confidence=confidence)
-    reach = t_quantile(confidence, found.degrees) * error
-    return Estimate(mean, mean - reach, mean + reach, two_sided_p(mean / error, found.degrees))
+    reach = t_quantile(confidence, squares.degrees) * error
+    return Estimate(mean, mean - reach, mean + reach, two_sided_p(mean / error, squares.degrees))
 
 
 def _mean_squares(effects: Scores, sides: Sequence[Scores]) -> _MeanSquares:
@@ -350,46 +350,45 @@ def fewest_prompts(confidence: float = 0.95) -> int:
 
 
 def detectable_difference(
-    spread: Variances, *, prompts: int, seeds: tuple[int, int] = (1, 1), wanted: float = 0.8
+    spread: Variances, *, prompts: int, seeds: tuple[int, int] = (1, 1), target: float = 0.8
 ) -> float:
-    """Return the smallest difference that is found with the power ``wanted``.
+    """Return the smallest difference that is found with the power ``target``.
 
     Infinity where none is, because the prompts are too few, see `fewest_prompts`.
     """
     low, high = 0.0, math.sqrt(spread.of_mean(prompts, seeds))
     if max(seeds) == 1 and prompts < fewest_prompts():
         return math.inf
-    while high > 0 and power(spread, high, prompts=prompts, seeds=seeds) < wanted:
+    while high > 0 and power(spread, high, prompts=prompts, seeds=seeds) < target:
         high *= 2
     for _ in range(40):
         middle = (low + high) / 2
-        found = power(spread, middle, prompts=prompts, seeds=seeds) >= wanted
-        low, high = (low, middle) if found else (middle, high)
+        reached = power(spread, middle, prompts=prompts, seeds=seeds) >= target
+        low, high = (low, middle) if reached else (middle, high)
     return high
 
 
 def prompts_needed(
-    spread: Variances, difference: float, *, seeds: tuple[int, int] = (1, 1), wanted: float = 0.8
+    spread: Variances, difference: float, *, seeds: tuple[int, int] = (1, 1), target: float = 0.8
 ) -> int | None:
-    """Return how many prompts find a difference with the power ``wanted``.
+    """Return how many prompts find a difference with the power ``target``.
 
     None: not even ten million do, because the seeds vary too much.
     """
     return _smallest(
-        lambda count: power(spread, difference, prompts=count, seeds=seeds) >= wanted,
-        _MOST_PROMPTS,
+        lambda count: power(spread, difference, prompts=count, seeds=seeds) >= target, _MOST_PROMPTS
     )
 
 
 def seeds_needed(
-    spread: Variances, difference: float, *, prompts: int, wanted: float = 0.8
+    spread: Variances, difference: float, *, prompts: int, target: float = 0.8
 ) -> int | None:
-    """Return how many seeds of each side find a difference with the power ``wanted``.
+    """Return how many seeds of each side find a difference with the power ``target``.
 
     None: not even a thousand do, because so few prompts do not tell.
     """
     return _smallest(
-        lambda count: power(spread, difference, prompts=prompts, seeds=(count, count)) >= wanted,
+        lambda count: power(spread, difference, prompts=prompts, seeds=(count, count)) >= target,
         _MOST_SEEDS,
     )
 
@@ -407,7 +406,6 @@ def _degrees(spread: Variances, prompts: int, seeds: tuple[int, int]) -> float:
 
 
 def _smallest(enough: Callable[[int], bool], most: int) -> int | None:
-    """Return the smallest number from 2 on that is enough."""
     high = 2
     while not enough(high):
         if high >= most:

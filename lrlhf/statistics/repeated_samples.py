@@ -73,7 +73,7 @@ def usual_sizes(samples: int) -> tuple[int, ...]:
     return tuple(sorted({samples, *(1 << power for power in range(samples.bit_length()))}))
 
 
-def judged_together(
+def joint_metrics(
     names: Sequence[str], rights: Sequence[bool | None], answers: Sequence[Hashable | None]
 ) -> dict[str, float]:
     """Return metrics of several answers to one prompt by their names.
@@ -86,19 +86,19 @@ def judged_together(
     Returns:
         NaN where too few answers could be judged.
     """
-    judged = [right for right in rights if right is not None]
-    found = {}
+    known = [right for right in rights if right is not None]
+    metrics = {}
     for name in names:
         kind, _, number = name.partition("@")
-        if len(judged) < (int(number) if kind == "pass" else 1):
-            found[name] = math.nan
+        if len(known) < (int(number) if kind == "pass" else 1):
+            metrics[name] = math.nan
         elif kind == "pass":
-            found[name] = pass_at_k(len(judged), sum(judged), int(number))
+            metrics[name] = pass_at_k(len(known), sum(known), int(number))
         else:
             pairs = zip(answers, rights, strict=True)
             votes = [(answer, float(right)) for answer, right in pairs if right is not None]
-            found[name] = majority_score(*zip(*votes, strict=True))
-    return found
+            metrics[name] = majority_score(*zip(*votes, strict=True))
+    return metrics
 
 
 _PREFIX = re.compile(r"^t[\d.e+-]+/")

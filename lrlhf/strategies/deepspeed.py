@@ -40,7 +40,7 @@ from lrlhf.run.lightning_internals import (
 )
 from lrlhf.strategies.deepspeed_engine import (
     EnginePrecision,
-    Place,
+    Shard,
     TrainedEngine,
     check_ownership,
     close_engine,
@@ -61,26 +61,26 @@ class Assembly:
     def put_together(self, share: Tensor, start: int, shape: torch.Size) -> Tensor:
         """Return a tensor of ``shape`` of which this rank has the entries from ``start`` on."""
         owner = self._next_owner(shape.numel() * share.element_size())
-        whole = torch.zeros(shape.numel(), dtype=share.dtype, device=self._device)
-        whole[start : start + share.numel()] = share
+        full = torch.zeros(shape.numel(), dtype=share.dtype, device=self._device)
+        full[start : start + share.numel()] = share
         if len(self._load) > 1:
             # bytes that one rank has and the others have as 0 add up without rounding
-            torch.distributed.reduce(whole.view(torch.uint8), dst=owner)
-        return self._kept(whole.view(shape), owner)
+            torch.distributed.reduce(full.view(torch.uint8), dst=owner)
+        return self._kept(full.view(shape), owner)
 
-    def keep(self, whole: Tensor) -> Tensor:
+    def keep(self, full: Tensor) -> Tensor:
         """Keep a tensor that every rank has on one of them."""
-        return self._kept(whole, self._next_owner(whole.numel() * whole.element_size()))
+        return self._kept(full, self._next_owner(full.numel() * full.element_size()))
 
     def _next_owner(self, size: int) -> int:
         owner = self._load.index(min(self._load))
         self._load[owner] += size
         return owner
 
-    def _kept(self, whole: Tensor, owner: int) -> Tensor:
+    def _kept(self, full: Tensor, owner: int) -> Tensor:
         if owner != self._rank:
-            return torch.empty(whole.shape, dtype=whole.dtype, device="meta")
-        return whole.detach().to("cpu", copy=True)
+            return torch.empty(full.shape, dtype=full.dtype, device="meta")
+        return full.detach().to("cpu", copy=True)
 
 
 def module_state(
@@ -104,8 +104,8 @@ def _assembled(tensor: Any, engines: Sequence[TrainedEngine], assembly: Assembly
     shape = zero.shape_of(tensor)
     engine = _engine_of(tensor, engines)
     if engine is not None:
-        place = engine.place(tensor)
-        return assembly.put_together(place.of(place.flat), place.start, shape)
+        shard = engine.place(tensor)
+        return assembly.put_together(shard.of(shard.flat), shard.start, shape)
     if zero.is_partitioned(tensor):
         start = zero.start_of_partition(tensor)
         own = tensor.ds_tensor[: max(0, tensor.ds_numel - start)]
@@ -132,8 +132,8 @@ def load_module_state(
 def _write(target: Tensor, value: Tensor, *, engines: Sequence[TrainedEngine]) -> None:
     engine = _engine_of(target, engines)
     if engine is not None:
-        place = engine.place(target)
-        place.of(place.flat).copy_(place.cut(value))
+        shard = engine.place(target)
+        shard.of(shard.flat).copy_(shard.cut(value))
     if zero.is_partitioned(target):
         zero.local_partition(target).copy_(zero.partition_of(target, value))
     else:
@@ -153,12 +153,12 @@ def optimizer_state(
     assembly = Assembly(device)
     state: dict[str, dict[str, Any]] = {}
     for weight in chain.from_iterable(engine.groups):
-        place = engine.place(weight)
-        values = engine.base.state.get(place.flat, {})
+        shard = engine.place(weight)
+        values = engine.base.state.get(shard.flat, {})
         if values:
             shape = zero.shape_of(weight)
             state[names[id(weight)]] = {
-                key: _state_value(key, value, place, shape, assembly)
+                key: _state_value(key, value, shard, shape, assembly)
                 for key, value in values.items()
             }
     groups = [
@@ -168,11 +168,11 @@ def optimizer_state(
     return {"state": state, "param_groups": groups}
 
 
-def _state_value(key: str, value: Any, place: Place, shape: torch.Size, assembly: Assembly) -> Any:
+def _state_value(key: str, value: Any, shard: Shard, shape: torch.Size, assembly: Assembly) -> Any:
     if not isinstance(value, Tensor):
         return value
-    if value.shape == place.flat.shape:
-        return assembly.put_together(place.of(value), place.start, shape)
+    if value.shape == shard.flat.shape:
+        return assembly.put_together(shard.of(value), shard.start, shape)
     if value.ndim == 0:
         return value.detach().cpu().clone()
     raise ValueError(
@@ -197,26 +197,28 @@ def load_optimizer_state(
     numbers: dict[Tensor, dict[str, list[Any]]] = {}
     for weight in weights:
         entries = stored["state"].get(keys[names[id(weight)]], {})
-        place = engine.place(weight)
+        shard = engine.place(weight)
         for key in entries:
-            number = _restore(engine, place, zero.shape_of(weight), key, entries[key])
+            number = _restore(engine, shard, zero.shape_of(weight), key, entries[key])
             if number is not None:
-                numbers.setdefault(place.flat, {}).setdefault(key, []).append(number)
+                numbers.setdefault(shard.flat, {}).setdefault(key, []).append(number)
     for flat, lists in numbers.items():
-        number = next(engine.group_of[id(one)] for one in weights if engine.place(one).flat is flat)
+        number = next(
+            engine.group_of[id(each)] for each in weights if engine.place(each).flat is flat
+        )
         group = engine.base.param_groups[number]
         for key, several in lists.items():
             engine.base.state[flat][key] = _common(key, several, flat, group)
 
 
-def _restore(engine: TrainedEngine, place: Place, shape: torch.Size, key: str, value: Any) -> Any:
+def _restore(engine: TrainedEngine, shard: Shard, shape: torch.Size, key: str, value: Any) -> Any:
     """Write a value per entry into its place; returns any other value."""
     if not isinstance(value, Tensor) or key == "step" or value.shape != shape:
         return value
-    state = engine.base.state[place.flat]
+    state = engine.base.state[shard.flat]
     if key not in state:
-        state[key] = torch.zeros_like(place.flat, requires_grad=False)
-    place.of(state[key]).copy_(place.cut(value))
+        state[key] = torch.zeros_like(shard.flat, requires_grad=False)
+    shard.of(state[key]).copy_(shard.cut(value))
     return None
 
 
@@ -290,11 +292,11 @@ def engine_config(
 
 def frozen_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Derive the options of an engine that only splits weights from those of one that trains."""
-    kept = copy.deepcopy(dict(config))
+    changed = copy.deepcopy(dict(config))
     for name in ("data_types", "communication_data_type", "managed_gradient_accumulation"):
-        kept.pop(name, None)
-    kept["zero_optimization"].pop("offload_optimizer", None)
-    return kept
+        changed.pop(name, None)
+    changed["zero_optimization"].pop("offload_optimizer", None)
+    return changed
 
 
 def merged(config: Mapping[str, Any], further: Mapping[str, Any]) -> dict[str, Any]:
@@ -413,7 +415,7 @@ class DeepSpeed(FolderCheckpoints, DeepSpeedStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self._start_engines()
         else:
-            self._place_whole()
+            self._place_models()
         self.setup_precision_plugin()
         self.barrier()
 
@@ -443,13 +445,13 @@ class DeepSpeed(FolderCheckpoints, DeepSpeedStrategy):
         self.optimizers = [engine.zero for engine in self._engines]
         _move_rest(module, set(models.values()), self.root_device)
 
-    def _place_whole(self) -> None:
+    def _place_models(self) -> None:
         """Evaluate without engines."""
         self.model_to_device()
         for model in trained_models(self.lightning_module).values():
-            self._compute_whole(model)
+            self._place_for_forward(model)
 
-    def _compute_whole(self, model: nn.Module) -> None:
+    def _place_for_forward(self, model: nn.Module) -> None:
         """Put a model without engine onto the device, in the precision that engines have."""
         model.to(self.root_device)
         for weight in model.parameters() if self._bf16 else ():
@@ -472,13 +474,13 @@ class DeepSpeed(FolderCheckpoints, DeepSpeedStrategy):
     def _bf16(self) -> bool:
         return self.precision_plugin.precision in ("bf16-mixed", "bf16-true")
 
-    def shard_frozen(self, model: nn.Module, *, whole: bool = False) -> None:
-        """Shard a model that gets no gradient; with stages 1 and 2, or ``whole``, it stays whole.
+    def shard_frozen(self, model: nn.Module, *, full: bool = False) -> None:
+        """Shard a model that gets no gradient; with stages 1 and 2, or ``full``, it stays whole.
 
         It is callable as the same object, in the precision that trained models compute in.
         """
-        if whole or self.stage != 3:
-            self._compute_whole(model)
+        if full or self.stage != 3:
+            self._place_for_forward(model)
         elif not any(engine.module is model for engine in self._frozen):
             _refuse(model)
             self._frozen.append(split_frozen(model, frozen_config(self.engine_config)))
@@ -491,7 +493,7 @@ class DeepSpeed(FolderCheckpoints, DeepSpeedStrategy):
         engines = [*(engine.engine for engine in self._engines), *self._frozen]
         for engine in engines:
             if not failed:
-                zero.make_whole(engine.module)
+                zero.unshard(engine.module)
             close_engine(engine)
         self._engines, self._frozen, self.optimizers = [], [], []
         super().teardown()
@@ -566,10 +568,10 @@ def _prepare_cpu() -> None:
     """Keep DeepSpeed on the CPU, and from compiling its own communication for it."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     deepspeed = zero.load_deepspeed()
-    taken = deepspeed.accelerator.get_accelerator().device_name()
-    if taken != "cpu":
+    device = deepspeed.accelerator.get_accelerator().device_name()
+    if device != "cpu":
         raise ValueError(
-            f"trainer.accelerator is cpu, but DeepSpeed has taken {taken}: set DS_ACCELERATOR=cpu "
+            f"trainer.accelerator is cpu, but DeepSpeed has taken {device}: set DS_ACCELERATOR=cpu "
             "in the environment"
         )
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

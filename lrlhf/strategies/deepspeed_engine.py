@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lrlhf.strategies.deepspeed import DeepSpeed
 
 
-class Place(NamedTuple):
+class Shard(NamedTuple):
     """Where this rank keeps its share of a parameter's 32-bit weight and optimizer states."""
 
     flat: Tensor
@@ -36,9 +36,9 @@ class Place(NamedTuple):
         """Return the share within a tensor that is laid out like ``flat``."""
         return flat.detach().narrow(0, self.offset, self.length)
 
-    def cut(self, whole: Tensor) -> Tensor:
+    def cut(self, full: Tensor) -> Tensor:
         """Cut the share out of a tensor of the parameter's shape."""
-        return whole.reshape(-1)[self.start : self.start + self.length]
+        return full.reshape(-1)[self.start : self.start + self.length]
 
 
 class TrainedEngine:
@@ -86,8 +86,8 @@ class TrainedEngine:
         DeepSpeed rounds a model to 16 bits first, and makes the copy in 32 bits of that.
         """
         for weight, source in zip(weights, sources, strict=True):
-            place = self.place(weight)
-            place.of(place.flat).copy_(place.cut(source))
+            shard = self.place(weight)
+            shard.of(shard.flat).copy_(shard.cut(source))
 
     # ------------------------------------------------------------------ backward
 
@@ -173,20 +173,20 @@ class TrainedEngine:
             return list(self.zero.fp32_partitioned_groups_flat)
         return list(self.zero.single_partition_of_fp32_groups)
 
-    def place(self, weight: Any) -> Place:
+    def place(self, weight: Any) -> Shard:
         """Find this rank's share of a trained weight."""
         if self.stage == 3:  # which cuts every parameter into shards of one length
             index, offset, length = self.zero.grad_position[self.zero.get_param_id(weight)]
             start = zero.start_of_partition(weight)
             length = max(0, min(length, weight.ds_numel - start))
-            return Place(self.zero.fp32_partitioned_groups_flat[index], offset, start, length)
+            return Shard(self.zero.fp32_partitioned_groups_flat[index], offset, start, length)
         # the others put a group's parameters in a row and cut that
         flat = self.zero.single_partition_of_fp32_groups[self.group_of[id(weight)]]
         share = zero.fragment_of(weight)
         if share is None:
-            return Place(flat, 0, 0, 0)
+            return Shard(flat, 0, 0, 0)
         here, there = share.hp_fragment_address, share.lp_fragment_address
-        return Place(flat, here.start, there.start, here.numel)
+        return Shard(flat, here.start, there.start, here.numel)
 
 
 def split_frozen(model: nn.Module, config: dict[str, Any]) -> Any:

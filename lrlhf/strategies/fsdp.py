@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from lrlhf.models import ValueHead, media_modules
 from lrlhf.models.heads import RewardHead
 from lrlhf.models.loading.deferred_weights import read, reading
-from lrlhf.models.sharding import load_state, make_whole, reshard
+from lrlhf.models.sharding import load_state, reshard, unshard
 from lrlhf.models.transformers_internals import block_names
 from lrlhf.run.checkpoints.sharded_checkpoint import (
     FolderCheckpoints,
@@ -123,7 +123,7 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
             choose_backend(self, "cuda:nccl,cpu:gloo")
         super().setup_environment()
 
-    def reading_parts(self) -> AbstractContextManager[None]:
+    def loading_shards(self) -> AbstractContextManager[None]:
         """Build models without weights; each rank reads its parts once they are split.
 
         Not where a process that has a model starts those that train it, and takes it over again.
@@ -134,7 +134,7 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Build models in ``trainer.init_module()`` as the command line does."""
         del empty_init
-        with self.reading_parts():
+        with self.loading_shards():
             yield
 
     def setup(self, trainer: L.Trainer) -> None:
@@ -164,7 +164,7 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
         self.end_saves()
         if self.start_method != "popen" and sys.exc_info()[0] is None:
             # what the process that started this one takes over as the trained model
-            make_whole(self._settled())
+            unshard(self._resharded_module())
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -204,7 +204,7 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
         self._share_from_rank_zero(model)
         offload = CPUOffloadPolicy(pin_memory=self._on_gpu) if self.cpu_offload else OffloadPolicy()
         options: dict[str, Any] = {"mesh": self.mesh, "offload_policy": offload}
-        for head in _heads(model):
+        for head in [part for part in model.modules() if isinstance(part, RewardHead | ValueHead)]:
             # in the precision of their own weights
             fully_shard(head, reshard_after_forward=False, **options)
         options["mp_policy"] = self._mixed_precision()
@@ -220,9 +220,9 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
         root.set_reduce_scatter_unused_params(True)
         read(model, "cpu" if self.cpu_offload else self.root_device, self.root_device)
 
-    def shard_frozen(self, model: nn.Module, *, whole: bool = False) -> None:
-        """Shard a model that gets no gradient, unless ``whole``; autocast is for both."""
-        if whole:
+    def shard_frozen(self, model: nn.Module, *, full: bool = False) -> None:
+        """Shard a model that gets no gradient, unless ``full``; autocast is for both."""
+        if full:
             read(model, "cpu")
         else:
             self.shard(model)
@@ -274,38 +274,38 @@ class FSDP2(FolderCheckpoints, DDPStrategy):
 
     def _choose_reduction(self, models: Mapping[str, nn.Module]) -> dict[str, bool]:
         size = device_memory(self.root_device)
-        whole = {
+        gradient_bytes = {
             role: sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
             for role, model in models.items()
         }
         chosen = {
             role: reduces_each(self.reduce_each_micro_batch, gradients, size)
-            for role, gradients in whole.items()
+            for role, gradients in gradient_bytes.items()
         }
         for role, at_once in chosen.items():
             when = "with each micro-batch" if at_once else "once a step"
-            taken = f"{whole[role] / 2**30:.3g} GiB"
-            rank_zero_info(f"fsdp2 reduces gradients of {role}, {taken} if whole, {when}")
+            described = f"{gradient_bytes[role] / 2**30:.3g} GiB"
+            rank_zero_info(f"fsdp2 reduces gradients of {role}, {described} if whole, {when}")
         return chosen
 
     # ------------------------------------------------------------------ checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         # the weights themselves: tied ones are known by being the same
-        return self._settled().state_dict(keep_vars=True)
+        return self._resharded_module().state_dict(keep_vars=True)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        load_state(self._settled(), checkpoint["state_dict"], strict=strict)
+        load_state(self._resharded_module(), checkpoint["state_dict"], strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return optimizer_state(self._settled(), optimizer)
+        return optimizer_state(self._resharded_module(), optimizer)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        module = self._settled()
+        module = self._resharded_module()
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             load_optimizer_state(module, optimizer, state)
 
-    def _settled(self) -> L.LightningModule:
+    def _resharded_module(self) -> L.LightningModule:
         assert self.lightning_module is not None
         reshard(self.lightning_module)
         return self.lightning_module
@@ -318,20 +318,16 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     they do not run, and would not take part in the gathering.
     """
     names: set[str] = set()
-    kept_whole: set[nn.Module] = set()
+    unsplit: set[nn.Module] = set()
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             names |= block_names(part)
-            kept_whole |= {inner for seeing in media_modules(part) for inner in seeing.modules()}
-    found: list[nn.Module] = []
+            unsplit |= {inner for seeing in media_modules(part) for inner in seeing.modules()}
+    result: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for part in model.modules():
-        if part in inside or part in kept_whole or type(part).__name__ not in names:
+        if part in inside or part in unsplit or type(part).__name__ not in names:
             continue
-        found.append(part)
+        result.append(part)
         inside |= set(part.modules())
-    return found
-
-
-def _heads(model: nn.Module) -> list[nn.Module]:
-    return [part for part in model.modules() if isinstance(part, RewardHead | ValueHead)]
+    return result

@@ -15,8 +15,8 @@ from transformers import BertConfig, LlamaConfig
 from lrlhf.apps.plan.dry_run import DryRun, Shape
 from lrlhf.apps.plan.strategy_shares import (
     OptimizerNeeds,
-    Part,
     Strategy,
+    WeightCount,
     Weights,
     optimizer_needs,
     strategy_of,
@@ -188,7 +188,9 @@ def test_gradients_count_from_when_each_is_complete(config_only: str) -> None:
 
 
 # 1000 weights in float32: 800 in 4 blocks of 200, and 200 around them
-MODEL = Weights(Part(1000, 4000), Part(), Part(200, 800), Part(200, 800))
+MODEL = Weights(
+    WeightCount(1000, 4000), WeightCount(), WeightCount(200, 800), WeightCount(200, 800)
+)
 ADAMW = OptimizerNeeds(states=2.0, step=1.0)
 
 

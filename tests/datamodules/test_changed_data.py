@@ -12,7 +12,7 @@ from lrlhf.datamodules import PreferenceDataModule, PromptDataModule
 from lrlhf.datamodules.loading.loader import fingerprint
 from lrlhf.datamodules.rows.chat import Text
 from lrlhf.datamodules.rows.collate import PromptRow
-from lrlhf.datamodules.rows.media_rows import Unread
+from lrlhf.datamodules.rows.media_rows import DeferredMedia
 from lrlhf.media import MediaRefs
 from tests.conftest import build_tokenizer
 from tests.datamodules.conftest import TOKENIZER, Rows, numbered_prompts
@@ -105,7 +105,7 @@ def shown(image: Any) -> PromptRow:
     ids = np.array([1, 2], dtype=np.int32)
     return PromptRow(
         input_ids=ids,
-        unread=Unread(Text("<im>", complete=True), MediaRefs((image,))),
+        deferred=DeferredMedia(Text("<im>", complete=True), MediaRefs((image,))),
         prompt="look",
         columns={},
     )

@@ -1,6 +1,6 @@
 import pytest
 
-from lrlhf.datamodules.loading.loader import BalancedOrder, EpochOrder, GivenOrder
+from lrlhf.datamodules.loading.loader import BalancedOrder, CyclicOrder, EpochOrder
 from lrlhf.datamodules.loading.splits import hold_out
 from lrlhf.datamodules.rows.preference_rows import LabelReader
 
@@ -42,7 +42,7 @@ def test_a_balanced_order_deals_the_same_batches_by_tokens() -> None:
 
 def test_a_given_order_goes_on_where_the_last_epoch_ended() -> None:
     # of five rows, batches of two take four
-    order = GivenOrder(size=5, per_epoch=4, seed=0)
+    order = CyclicOrder(size=5, per_epoch=4, seed=0)
     assert [order.epoch(epoch).tolist() for epoch in (0, 1, 2)] == [
         [0, 1, 2, 3, 4],
         [4, 0, 1, 2, 3],

@@ -130,7 +130,7 @@ def test_a_generator_is_read_once_and_its_rows_serve_every_setup() -> None:
     assert list(source.rows()) == list(source.rows()) == PAIRS[:3]
     data = PreferenceDataModule(source, tokenizer=TOKENIZER, batch_size=1, head_names=["a"])
     data.setup("fit")
-    data._given_heads = ["b"]  # other rows are needed
+    data._chosen_heads = ["b"]  # other rows are needed
     data.setup("fit")
     assert len(data.train_dataloader()) == 3
 

@@ -12,17 +12,32 @@ import lrlhf
 ROOT = Path(lrlhf.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 COINED = {
+    "asked": "prompt, requested, signals",
+    "beside": "further, extra",
+    "brief": "summary",
     "filler": "padding rows",
+    "gives": "has, returns",
     "hears": "accepts audio",
+    "knows": "has",
     "leading": "rank 0 runs",
     "led": "run on rank 0",
+    "meant": "expected",
     "play": "episode state",
     "puts": "renames, writes",
     "retake": "replay",
     "retaken": "replayed",
+    "said": "text, content, completion",
+    "says": "reports",
+    "settle": "finish, reshard",
+    "settled": "done, resharded",
+    "stand": "begin, separate",
     "teaches": "informative",
     "teaching": "teacher, distillation",
+    "tells": "reports",
+    "theirs": "what it is of: teacher",
+    "told": "note, line, record",
     "tour": "depth-first order",
+    "unjudged": "unscorable",
     "wants": "requires",
 }
 """Parts of identifiers, and the field's words for them (glossary of the contributors' guide)."""

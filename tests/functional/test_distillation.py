@@ -16,7 +16,7 @@ from lrlhf.functional import (
     teacher_advantages,
     token_statistics,
 )
-from lrlhf.functional.distillation import TopRows, WholeRows, compared_statistics, with_rest
+from lrlhf.functional.distillation import BatchDistribution, TopRows, compared_statistics, with_rest
 
 TRL = json.loads((Path(__file__).parent / "golden" / "trl_distillation.json").read_text())
 NAMES = [f"{case['beta']}-{case['temperature']}" for case in TRL["cases"]]
@@ -33,7 +33,7 @@ def identity(states: Tensor) -> Tensor:
 def test_divergence_and_gradient_equal_trl(case: dict[str, Any], chunk_size: int) -> None:
     mask = torch.tensor(case["mask"])
     student = torch.tensor(case["student"], requires_grad=True)
-    rows = WholeRows(torch.tensor(case["teacher"])[mask], identity, case["temperature"])
+    rows = BatchDistribution(torch.tensor(case["teacher"])[mask], identity, case["temperature"])
     _, distance = compared_statistics(
         student[mask],
         identity,
@@ -134,7 +134,7 @@ def test_the_expected_gradient_of_the_loss_is_that_of_the_reverse_kl(
             policy[where],
             identity,
             torch.tensor(response),
-            WholeRows(teacher[where], identity, 1.0),
+            BatchDistribution(teacher[where], identity, 1.0),
         )
         total = total + own.logprobs.detach().sum().exp() * distance.divergence.sum()
     (gradient,) = torch.autograd.grad(total, policy)
@@ -183,7 +183,7 @@ def test_nothing_flows_into_the_teacher() -> None:
 
 def test_a_teacher_in_bfloat16_is_compared_in_float32() -> None:
     teacher = torch.randn(3, 50).bfloat16()
-    found = WholeRows(teacher, identity, 1.0).logprobs(slice(None), 50)
+    found = BatchDistribution(teacher, identity, 1.0).logprobs(slice(None), 50)
     assert torch.equal(found, teacher.float().log_softmax(1))
 
 
@@ -194,7 +194,7 @@ def test_own_statistics_beside_a_teacher_by_hand() -> None:
         logits,
         identity,
         torch.tensor([0, 1]),
-        WholeRows(torch.zeros(2, 3), identity, 1.0),
+        BatchDistribution(torch.zeros(2, 3), identity, 1.0),
         return_entropy=True,
     )
     assert own.entropy is not None
@@ -314,7 +314,9 @@ def test_rows_that_only_one_embedding_has_are_left_out(wider: str) -> None:
     else:
         teacher = torch.cat([teacher, more], dim=1)
     targets = torch.zeros(3, dtype=torch.long)
-    _, distance = compared_statistics(policy, identity, targets, WholeRows(teacher, identity, 1.0))
+    _, distance = compared_statistics(
+        policy, identity, targets, BatchDistribution(teacher, identity, 1.0)
+    )
     torch.testing.assert_close(distance.divergence, expected)
 
 
@@ -329,7 +331,7 @@ def test_the_policys_own_statistics_are_those_without_a_teacher(chunk_size: int)
         hidden,
         lambda states: states @ head.T,
         targets,
-        WholeRows(teacher, identity, 0.6),
+        BatchDistribution(teacher, identity, 0.6),
         chunk_size=chunk_size,
         **options,
     )

@@ -140,7 +140,7 @@ def test_the_place_of_a_bad_loss_is_asked_for_with_what_its_micro_batch_had() ->
     assert asked == []
     verdict = seen.judge(alone())
     assert verdict.skips
-    assert [anomaly.text for anomaly in verdict.found] == ["the loss is not finite (here)"]
+    assert [anomaly.text for anomaly in verdict.anomalies] == ["the loss is not finite (here)"]
     assert asked == [([0], ["of [0]"])]
 
 
@@ -164,4 +164,4 @@ def test_moves_are_those_of_the_rows_in_their_order() -> None:
     verdict = seen.judge(alone())
     # e^20 is above the guard's 1e4
     assert verdict.skips
-    assert "row 3 have moved by 20 nats" in verdict.found[0].text
+    assert "row 3 have moved by 20 nats" in verdict.anomalies[0].text

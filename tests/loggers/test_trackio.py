@@ -73,7 +73,7 @@ def test_a_run_from_the_beginning_and_an_evaluation_are_runs_of_their_own(tmp_pa
     assert len(rows()) == 2
     logger = ResumingTrackioLogger(auto_log_cpu=False)
     assert logger.version == ""
-    logger.stand_apart("test")
+    logger.begin_evaluation("test")
     logger.log_metrics({"a": torch.tensor(2.0)}, step=7)
     logger.finalize("success")
     assert len(rows()) == 3

@@ -97,7 +97,7 @@ def test_a_run_from_the_beginning_and_an_evaluation_are_runs_of_their_own(
     logger = ResumingWandbLogger(tmp_path)
     assert logger.version == ""
     logger.experiment.log({"ignored": 1})  # which run it is, is not yet known
-    logger.stand_apart("test")
+    logger.begin_evaluation("test")
     logger.log_metrics({"a": torch.tensor(2.0)}, step=7)
     assert server.jobs == [None, None, "test"]
     assert server.rows[logger.version] == {0: {"a": 2.0, "trainer/global_step": 7}}

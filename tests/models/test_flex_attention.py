@@ -24,7 +24,7 @@ from lrlhf.models import allow_packing, packs, sequence_logprobs
 from lrlhf.models.backbone import _uses_depth_first_order, keep_attention
 from lrlhf.models.packed import packed_attention as flex
 from lrlhf.models.packed import packing
-from lrlhf.models.packed.packed_attention import _whole_mask
+from lrlhf.models.packed.packed_attention import _full_mask
 from lrlhf.models.packed.packing import compact, find_trees, pack
 from lrlhf.types import SequenceBatch
 from tests.matrices import few_of
@@ -230,7 +230,7 @@ def test_compiled_kernels_compute_the_same() -> None:
 def test_what_flex_attention_does_not_compute_goes_through_sdpa_and_the_log_says_so(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flex, "_said", set())
+    monkeypatch.setattr(flex, "_reported", set())
     model = seeded(llama)
     model.set_attn_implementation("eager")
     expected = gradients(model, lambda: sequence_logprobs(model, BATCH))
@@ -322,9 +322,9 @@ def test_models_with_flash_attention_pack_through_flex_and_generate_through_flas
 @torch.no_grad()
 def test_flash_attention_sees_a_window_on_cpus_too() -> None:
     attended = torch.tensor([[1, 1, 1, 0]])
-    mask = _whole_mask(attended, 2, 4, 2)[0, 0]
+    mask = _full_mask(attended, 2, 4, 2)[0, 0]
     assert mask.tolist() == [[False, True, True, False], [False, False, True, False]]
-    assert _whole_mask(None, 2, 2, None)[0, 0].tolist() == [[True, False], [True, True]]
+    assert _full_mask(None, 2, 2, None)[0, 0].tolist() == [[True, False], [True, True]]
 
 
 @pytest.mark.usefixtures("with_gradients")

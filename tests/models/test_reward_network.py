@@ -85,11 +85,11 @@ def test_layer_k_is_what_block_k_returns(build: Callable[[], PreTrainedModel], l
         block.register_forward_hook(
             lambda _m, _i, out: outputs.append(out[0] if isinstance(out, tuple) else out)
         )
-    hidden = net.scorer.hidden_states(batch).whole()
+    hidden = net.scorer.hidden_states(batch).unpacked()
     assert len(outputs) == 3
     assert torch.equal(hidden, outputs[layer - 1])
     if build is llama:  # the last hidden state has gone through the final norm
-        last = network(build, layer=-1).scorer.hidden_states(batch).whole()
+        last = network(build, layer=-1).scorer.hidden_states(batch).unpacked()
         assert_close(seeded(llama).base_model.norm(outputs[-1]), last)
 
 

@@ -15,13 +15,13 @@ from lrlhf.models import zero
 from lrlhf.models.sharding import (
     CheckpointMismatchError,
     device_of,
+    full_shape,
+    full_tensor,
+    full_weights,
     gathered,
     has_split_weights,
     load_state,
     part_of,
-    whole,
-    whole_shape,
-    whole_weights,
     within,
 )
 
@@ -84,14 +84,14 @@ def test_an_exception_leaves_the_models_own_forward(model: Model, where: str) ->
 def test_of_a_model_that_is_not_split_everything_is_the_identity(model: Model) -> None:
     weight = model.body.weight
     assert not has_split_weights(model)
-    assert whole(weight) is weight
-    assert whole_shape(weight) == (3, 2)
+    assert full_tensor(weight) is weight
+    assert full_shape(weight) == (3, 2)
     full = torch.ones(3, 2)
     assert part_of(weight, full) is full
-    with gathered(model), whole_weights(model):
+    with gathered(model), full_weights(model):
         assert model.body.weight is weight
     assert model.body.weight is weight
-    with pytest.raises(RuntimeError, match="inside"), whole_weights(model):
+    with pytest.raises(RuntimeError, match="inside"), full_weights(model):
         raise RuntimeError("inside")
     assert model.body.weight is weight
 

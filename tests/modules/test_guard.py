@@ -132,7 +132,7 @@ def test_a_ratio_explosion_leaves_out_the_step_and_its_replay_measures_the_same(
     assert then.value > math.log(1.5)
     again = replay_dump(module, dump)
     assert again.reproduced
-    assert again.found[0].value == then.value
+    assert again.anomalies[0].value == then.value
     assert max(row["log_ratio"] for row in again.ranks[0].rows) == then.value
 
 
@@ -183,7 +183,7 @@ def test_what_shows_before_the_update_leaves_out_the_iteration(
     then = {one.kind: one for one in read_dump(dump).anomalies}
     again = replay_dump(module, dump)
     assert again.reproduced
-    assert {one.kind: one.value for one in again.found} == {k: v.value for k, v in then.items()}
+    assert {one.kind: one.value for one in again.anomalies} == {k: v.value for k, v in then.items()}
     if kind == "scores":
         assert "first in the scores of row 3" in then[kind].text
     if kind == "kl":

@@ -81,5 +81,5 @@ def test_what_one_process_finds_both_leave_out(build, name: str, tmp_path: Path)
     assert (anomaly.kind, anomaly.rank) == ("ratio", 1)
     again = replay_dump(fresh(), dump)
     assert again.reproduced
-    assert {one.rank for one in again.found} == {1}
-    assert again.found[0].value == pytest.approx(anomaly.value, rel=1e-4)
+    assert {one.rank for one in again.anomalies} == {1}
+    assert again.anomalies[0].value == pytest.approx(anomaly.value, rel=1e-4)

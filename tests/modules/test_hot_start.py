@@ -187,7 +187,7 @@ class Reticent(TransformersEngine):
 
     @property
     def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, tells_kept_mass=False)
+        return replace(super().capabilities, reports_kept_mass=False)
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_sampling_and_the_logged_share_ask_the_same() -> None:
         found = collect_different(
             token_prompts([[1]]),
             lambda *_: one,
-            wanted=1,
+            count=1,
             num_generations=2,
             any_rank=bool,
             informative=asks,

@@ -55,7 +55,7 @@ def test_sources_by_hand() -> None:
     summary = metrics.compute()
     assert summary.metrics["accuracy"] == 0.5  # 3 of 6
     assert summary.sources.keys() == {0, 1}
-    first, second = (summary.sources[number].in_brief for number in (0, 1))
+    first, second = (summary.sources[number].main_metrics for number in (0, 1))
     assert set(first) == set(OF_SOURCES)
     assert (first["accuracy"], first["pairs"], first["margin"]) == (0.5, 2, -0.5)
     assert first["loss"] == 2.5  # (1 + 4) / 2

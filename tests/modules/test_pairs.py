@@ -147,7 +147,7 @@ def test_texts_that_tokens_give_back_are_not_kept_beside_them(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     batch = _batch(tokenizer)
-    assert batch.said == (None,)
+    assert batch.source_texts == (None,)
     assert _texts(batch, tokenizer) == ["What should I do?", " Ask Ann.", " Nothing"]
 
 

@@ -33,7 +33,7 @@ EOS = "<|endoftext|>"
 class Lines(RewardFunction):
     """Gives 1 for the first line, 2 for the second, and so on."""
 
-    gives_steps = True
+    scores_steps = True
 
     def __call__(self, *, completions: Sequence[str], **columns: Any) -> StepValues:  # type: ignore[override]
         steps = []

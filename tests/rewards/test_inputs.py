@@ -212,7 +212,7 @@ def test_other_processes_get_the_values_of_their_rows() -> None:
 def test_copies_see_the_same(copied: Any) -> None:
     rewards = copied(Rewards([row_numbers, tens, product]))
     assert score(rewards).scores.tolist() == [10, 21, 32]
-    assert score(rewards.beside_a_run()).scores.tolist() == [10, 21, 32]
+    assert score(rewards.with_own_failures()).scores.tolist() == [10, 21, 32]
 
 
 def test_a_name_that_is_not_there_stops_the_run() -> None:

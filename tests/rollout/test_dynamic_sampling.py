@@ -59,7 +59,7 @@ def collect(count: int, wanted: int, **options):
     found = collect_different(
         prompts(count),
         sample,
-        wanted=wanted,
+        count=wanted,
         num_generations=2,
         any_rank=options.get("any_rank", lambda value: value),
     )

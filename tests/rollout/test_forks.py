@@ -23,7 +23,7 @@ from transformers import (
 
 from lrlhf.datamodules.rows.chat import ChatFormat
 from lrlhf.environments import Episodes, TextEnvironment
-from lrlhf.environments.session import Asked, Reaction
+from lrlhf.environments.session import Reaction, TurnPrompt
 from lrlhf.models import sequence_logprobs
 from lrlhf.rollout import RolloutEngine, Sampling, TransformersEngine
 from lrlhf.rollout.dynamic_sampling import _with_equal_fields
@@ -168,14 +168,14 @@ def test_what_the_template_keeps_is_no_fork() -> None:
 class Agent:
     """Asks what a script says; the interface of a session."""
 
-    gives_rewards = True
+    has_rewards = True
     tools: tuple[Any, ...] = ()
     environment = None
 
-    def __init__(self, *asked: Asked) -> None:
+    def __init__(self, *asked: TurnPrompt) -> None:
         self.asked = list(asked)
 
-    async def open(self, row: Any) -> Asked:
+    async def open(self, row: Any) -> TurnPrompt:
         return self.asked.pop(0)
 
     async def react(self, text: str, raw: str, tokens: Any) -> Reaction:
@@ -190,13 +190,13 @@ class Agent:
         return None
 
 
-def ask(*contents: str, **options: Any) -> Asked:
+def ask(*contents: str, **options: Any) -> TurnPrompt:
     """A prompt of which every second message is the policy's."""
     roles = ("user", "assistant")
     messages = [
         {"role": roles[place % 2], "content": content} for place, content in enumerate(contents)
     ]
-    return Asked(tuple(messages), **options)
+    return TurnPrompt(tuple(messages), **options)
 
 
 def agents(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Agent]) -> None:
@@ -274,7 +274,10 @@ def test_a_template_may_want_results_behind_calls(monkeypatch: pytest.MonkeyPatc
     )
     monkeypatch.setattr(TOKENIZER, "chat_template", strict)
     called = {"role": "assistant", "content": "w", "tool_calls": [{"function": {"name": "f"}}]}
-    asked = ask("one"), Asked((ask("one").messages[0], called, {"role": "tool", "content": "2"}))
+    asked = (
+        ask("one"),
+        TurnPrompt((ask("one").messages[0], called, {"role": "tool", "content": "2"})),
+    )
     agents(monkeypatch, lambda: Agent(*asked))
     rollout = play(ScriptedEngine(lambda _: "w<|im_end|>"), chats("x"))
     (episode,) = rollout.episodes or ()
@@ -287,7 +290,7 @@ def test_results_that_the_template_leaves_out_are_refused(monkeypatch: pytest.Mo
     )
     monkeypatch.setattr(TOKENIZER, "chat_template", silent)
     told = (*ask("one", "w").messages, {"role": "tool", "content": "2"})
-    agents(monkeypatch, lambda: Agent(ask("one"), Asked(told)))
+    agents(monkeypatch, lambda: Agent(ask("one"), TurnPrompt(told)))
     with pytest.raises(ValueError, match="leaves out what the role 'tool' says"):
         play(ScriptedEngine(lambda _: "w<|im_end|>"), chats("x"))
 

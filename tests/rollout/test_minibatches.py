@@ -113,7 +113,7 @@ def test_every_row_is_in_one_micro_batch(budget: int | None, least: int, packed:
     batches = plan_micro_batches(answers(), max_tokens=budget, packed=packed, at_least=least)
     assert sorted(int(row) for one in batches for row in one.rows) == list(range(7))
     assert len(batches) >= min(least, 7)
-    assert sum(one.given for one in batches) == GIVEN
+    assert sum(one.tokens for one in batches) == GIVEN
     for one in batches:
         assert budget is None or len(one.rows) == 1 or one.computed <= budget
     empty = answers().select(torch.tensor([], dtype=torch.long))
@@ -140,5 +140,5 @@ def test_what_is_planned_is_what_goes_through_the_model(share: bool) -> None:
 )
 def test_what_is_computed_is_counted(groups: bool, packed: bool, computed: int) -> None:
     (one,) = plan_micro_batches(answers(groups=groups), max_tokens=None, packed=packed)
-    assert (one.given, one.computed) == (GIVEN, computed)
+    assert (one.tokens, one.computed) == (GIVEN, computed)
     assert (one.padding, one.shared) == (max(0, computed - GIVEN), max(0, GIVEN - computed))

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.apps.lab.reward_lab.given import given_responses
+from lrlhf.apps.lab.reward_lab.response_inputs import read_response_inputs
 from lrlhf.apps.lab.reward_lab.scoring import score_responses
 from lrlhf.apps.serve.score_request import RequestLimits, read_score_request
 from lrlhf.datamodules.rows.chat import ChatFormat
 from lrlhf.environments import Episodes, TextEnvironment, ToolCall
-from lrlhf.environments.session import Asked, Reaction
+from lrlhf.environments.session import Reaction, TurnPrompt
 from lrlhf.rewards import (
     ExactMatch,
     IsolatedReward,
@@ -113,10 +113,10 @@ class Agent:
 
     environment = None
     tools: tuple[Any, ...] = ()
-    gives_rewards = False
+    has_rewards = False
 
-    async def open(self, row: Any) -> Asked:
-        return Asked(
+    async def open(self, row: Any) -> TurnPrompt:
+        return TurnPrompt(
             ({"role": "system", "content": "A clerk."}, {"role": "user", "content": "Sum up."})
         )
 
@@ -418,7 +418,7 @@ def test_recorded_episodes_are_scored_again_as_they_were(tmp_path: Path) -> None
         collected = collect(prompts, [*functions.values()], environment=Search)
         path = tmp_path / "rollouts.jsonl"
         path.write_text("".join(f"{json.dumps(one)}\n" for one in collected.records))
-        again = score_responses(given_responses(path), Rewards(functions), None)
+        again = score_responses(read_response_inputs(path), Rewards(functions), None)
         parts = again.responses[0].parts
         assert [*parts.values()] == collected.rewards.per_function[0].tolist()
 

@@ -23,7 +23,7 @@ from lrlhf.callbacks import EMA, RLCheckpoint
 from lrlhf.datamodules import PromptDataModule
 from lrlhf.models import CausalLM, LoRA, ValueModel
 from lrlhf.models.loading.deferred_weights import is_deferred, reading
-from lrlhf.models.sharding import reshard, whole
+from lrlhf.models.sharding import full_tensor, reshard
 from lrlhf.modules import PPO, RLOO, Critic, Reference, RewardModel, Update
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import RolloutListener, Sampling
@@ -70,7 +70,7 @@ class KeepEnd(L.Callback):
         for role, model in models_of(pl_module).items():
             reshard(model)
             for name, value in model.state_dict(keep_vars=True).items():
-                weights[f"{role}.{name}"] = whole(value).detach().clone()
+                weights[f"{role}.{name}"] = full_tensor(value).detach().clone()
         state = {"weights": weights, "seen": self.seen}
         torch.save(state, self.folder / f"rank{trainer.global_rank}.pt")
 

@@ -38,14 +38,14 @@ class Notebook(Logger):
     def log_position(self) -> dict[str, Any]:
         return {"rows": len(self.rows)}
 
-    def go_back(self, position: Mapping[str, Any]) -> None:
+    def rewind(self, position: Mapping[str, Any]) -> None:
         self.told.append(dict(position))
         del self.rows[position["rows"] :]
 
-    def start_over(self) -> None:
+    def begin_run(self) -> None:
         self.told.append("start over")
 
-    def stand_apart(self, stage: str) -> None:
+    def begin_evaluation(self, stage: str) -> None:
         self.told.append(stage)
 
 

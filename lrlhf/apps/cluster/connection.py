@@ -70,8 +70,8 @@ def joined(what: str) -> Any:
         raise RayMissingError(f"{what} belongs to lrlhf launch, and this is a run without it")
     ray = import_ray()
     if not ray.is_initialized():
-        given = with_environment(json.loads(os.environ.get(ENVIRONMENT, "{}")))
-        connect(lambda ray: ray.init(namespace=namespace, log_to_driver=False, **given))
+        options = with_environment(json.loads(os.environ.get(ENVIRONMENT, "{}")))
+        connect(lambda ray: ray.init(namespace=namespace, log_to_driver=False, **options))
     return ray
 
 

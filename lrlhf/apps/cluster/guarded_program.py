@@ -93,12 +93,12 @@ class GuardedProgram:
     def _below(self, levels: int) -> list[psutil.Process]:
         """Return the guard (1 level below that) or the program (2); nothing: it has ended."""
         try:
-            found = [psutil.Process(self._guard_parent.pid)]
+            processes = [psutil.Process(self._guard_parent.pid)]
             for _ in range(levels):
-                found = [child for process in found for child in process.children()]
+                processes = [child for process in processes for child in process.children()]
         except psutil.NoSuchProcess:
             return []
-        return found
+        return processes
 
 
 def _send(processes: Iterable[psutil.Process], number: int) -> None:

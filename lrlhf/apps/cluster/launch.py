@@ -31,7 +31,7 @@ from lrlhf.apps.cluster.connection import (
 from lrlhf.apps.cluster.replicas import RayServerEngine
 from lrlhf.apps.cluster.rewards import NAME, RETRIES, RayRewards, RewardWorker
 from lrlhf.apps.cluster.settings import Cluster
-from lrlhf.apps.cluster.trainers import BOARD, TERMINATED, Board, Command, trainers
+from lrlhf.apps.cluster.trainers import STATUS, TERMINATED, TrainerCommand, TrainerStatus, trainers
 from lrlhf.background import in_background
 from lrlhf.cli.application import Application
 from lrlhf.cli.checks.mistake import MistakeError
@@ -89,11 +89,11 @@ def launch(cluster: Cluster, run: Run) -> int:
     ray = _connected(cluster, namespace)
     try:
         _check_room(cluster, ray.cluster_resources())
-        with noted_signals(second_interrupts=True) as asked, _placed(ray, cluster) as groups:
+        with noted_signals(second_interrupts=True) as signals, _placed(ray, cluster) as groups:
             workers = _reward_workers(ray, cluster, run, groups)
             folder = Path(cluster.storage or Path.cwd()).absolute()
-            board = _board(ray, folder / run.folder / "ray" / f"{namespace}.json")
-            command = Command(
+            actor = _board(ray, folder / run.folder / "ray" / f"{namespace}.json")
+            command = TrainerCommand(
                 arguments=run.arguments,
                 folder=str(folder),
                 run_folder=run.folder,
@@ -102,13 +102,13 @@ def launch(cluster: Cluster, run: Run) -> int:
                 environment=cluster.environment,
                 on_gpus=cluster.trainers.gpus > 0,
             )
-            fitting = in_background(lambda: _fitted(ray, cluster, command, board), name="ray-train")
-            _await_start(ray, fitting.done, board, asked, lambda: _waiting(ray, cluster, groups))
-            status = _await(ray, fitting.done, board, asked)
+            fitting = in_background(lambda: _fitted(ray, cluster, command, actor), name="ray-train")
+            _await_start(ray, fitting.done, actor, signals, lambda: _waiting(ray, cluster, groups))
+            status = _await(ray, fitting.done, actor, signals)
             del workers  # an actor ends with the last handle to it
             if status is None:
                 status = _status(cluster, fitting.result)
-        return _INTERRUPTED if asked[:1] == [signal.SIGINT] and status == TERMINATED else status
+        return _INTERRUPTED if signals[:1] == [signal.SIGINT] and status == TERMINATED else status
     finally:
         ray.shutdown()
 
@@ -144,17 +144,17 @@ def _check_room(cluster: Cluster, there: Mapping[str, float]) -> None:
 
 def _board(ray: Any, notes: Path) -> Any:
     # started again where it dies, and asked once more
-    kept = {"max_restarts": -1, "max_task_retries": -1}
+    restarts = {"max_restarts": -1, "max_task_retries": -1}
     strategies = import_module("ray.util.scheduling_strategies")
     # on this node, which can write to the run's folder, and without which the run ends anyway
     here = strategies.NodeAffinitySchedulingStrategy(
         ray.get_runtime_context().get_node_id(), soft=True
     )
-    board = ray.remote(num_cpus=0)(Board)
-    return board.options(name=BOARD, scheduling_strategy=here, **kept).remote(str(notes))
+    actor = ray.remote(num_cpus=0)(TrainerStatus)
+    return actor.options(name=STATUS, scheduling_strategy=here, **restarts).remote(str(notes))
 
 
-def _fitted(ray: Any, cluster: Cluster, command: Command, board: Any) -> Any:
+def _fitted(ray: Any, cluster: Cluster, command: TrainerCommand, actor: Any) -> Any:
     """Run the trainers, again where what watches over them is lost, which forgets its count."""
     most = left = cluster.max_failures
     for lost in itertools.count(1):
@@ -162,7 +162,7 @@ def _fitted(ray: Any, cluster: Cluster, command: Command, board: Any) -> Any:
             return trainers(replace(cluster, max_failures=left), command).fit()
         except ray.exceptions.RayActorError as error:
             # one that was lost before it had started any counts too
-            started = max(lost, ray.get(board.attempts.remote()))
+            started = max(lost, ray.get(actor.attempts.remote()))
             if 0 <= most < started:
                 raise LaunchError(
                     f"Ray Train's controller was lost after the trainers were started again "
@@ -176,16 +176,16 @@ def _fitted(ray: Any, cluster: Cluster, command: Command, board: Any) -> Any:
 def _await_start(
     ray: Any,
     done: Callable[[], bool],
-    board: Any,
-    asked: Sequence[int],
+    actor: Any,
+    signals: Sequence[int],
     waiting: Callable[[], Sequence[str]],
 ) -> None:
     """Wait for the first trainer, and say what waits for room where none comes."""
     deadline, looked = time.monotonic() + _UNPLACED_SECONDS, 0
-    while not (done() or asked or looked or time.monotonic() > deadline):
+    while not (done() or signals or looked or time.monotonic() > deadline):
         time.sleep(0.2)
-        looked = ray.get(board.looks.remote())
-    if done() or asked or looked:
+        looked = ray.get(actor.looks.remote())
+    if done() or signals or looked:
         return
     free = ", ".join(
         f"{name} {amount:g}"
@@ -206,13 +206,13 @@ def _waiting(ray: Any, cluster: Cluster, groups: Mapping[str, Any]) -> list[str]
     """Return what of this run waits for room; other runs may wait too."""
     names = {group.id.hex(): name for name, group in groups.items()}
     share = {name: amount for name, amount in cluster.trainers.bundle().items() if amount}
-    wanted = [share] * cluster.trainers.workers
+    bundles = [share] * cluster.trainers.workers
     waits = {
         # that of Ray Train has no name
         names.get(number, "trainers")
         for number, group in ray.util.placement_group_table().items()
         if group["state"] == "PENDING"
-        and (number in names or [*group["bundles"].values()] == wanted)
+        and (number in names or [*group["bundles"].values()] == bundles)
     }
     return sorted(waits)
 
@@ -268,9 +268,9 @@ def _reward_workers(ray: Any, cluster: Cluster, run: Run, groups: dict[str, Any]
     ]
 
 
-def _await(ray: Any, done: Callable[[], bool], board: Any, asked: Sequence[int]) -> int | None:
+def _await(ray: Any, done: Callable[[], bool], actor: Any, signals: Sequence[int]) -> int | None:
     """Wait for the trainers; None: they are through, else the status to end with at once."""
-    while not done() and not asked:
+    while not done() and not signals:
         time.sleep(0.2)
     if done():
         return None
@@ -278,7 +278,7 @@ def _await(ray: Any, done: Callable[[], bool], board: Any, asked: Sequence[int])
     looks, heard = -1, time.monotonic()
     while not done():
         # again and again, as an actor that was started again has heard of nothing
-        if (now := ray.get(board.ask_to_end.remote())) != looks:
+        if (now := ray.get(actor.ask_to_end.remote())) != looks:
             looks, heard = now, time.monotonic()
         if time.monotonic() - heard > _SILENCE_SECONDS:
             return TERMINATED
@@ -337,7 +337,7 @@ class Launcher(Application):
             RefusedError: A class refuses its options.
         """
         options = self.config[self.subcommand]
-        given = options.trainer.clone()
+        trainer_options = options.trainer.clone()
         options.trainer.accelerator, options.trainer.devices = "cpu", 1
         options.trainer.num_nodes = self._cluster.trainers.workers
         try:
@@ -348,7 +348,7 @@ class Launcher(Application):
             if error.key not in _OF_A_NODE:
                 raise
         finally:
-            options.trainer = given
+            options.trainer = trainer_options
 
     def instantiate_classes(self) -> None:
         """Build nothing: the trainers do."""

@@ -111,7 +111,9 @@ class RayServer(Server):
         until = time.monotonic() + self._timeout
         try:
             host, port = ray.get(
-                actor.start.remote(*portable(self._command()), self._told(token), self._on_gpus),
+                actor.start.remote(
+                    *portable(self._command()), self._server_environment(token), self._on_gpus
+                ),
                 timeout=self._timeout,
             )
             client = ServerClient(f"http://{host}:{port}", token)
@@ -159,7 +161,7 @@ class RayServer(Server):
         strategy = strategies.PlacementGroupSchedulingStrategy(
             group, placement_group_bundle_index=self._number
         )
-        actor = ray.remote(Replica).options(
+        actor = ray.remote(ReplicaActor).options(
             num_cpus=share.pop("CPU", 0),
             num_gpus=share.pop("GPU", 0),
             resources=share,
@@ -167,7 +169,7 @@ class RayServer(Server):
         )
         return actor.remote()
 
-    def _told(self, token: str) -> dict[str, str]:
+    def _server_environment(self, token: str) -> dict[str, str]:
         """Return what a server is to find in its environment beside what its node has there."""
         environment = self._environment(token)
         return {
@@ -177,7 +179,7 @@ class RayServer(Server):
         }
 
 
-class Replica:
+class ReplicaActor:
     """An actor that runs one server on its node."""
 
     def __init__(self) -> None:
@@ -218,8 +220,8 @@ class Replica:
         with self._log.open("rb") as log:
             log.seek(max(0, self._log.stat().st_size - _TAIL_BYTES))
             cause = root_cause(log.read().decode(errors="replace"))
-        place = f"{self._log} on {socket.gethostname()}"
-        return f"{cause or f'it ended with status {code}'} (all of it is in {place})"
+        log_location = f"{self._log} on {socket.gethostname()}"
+        return f"{cause or f'it ended with status {code}'} (all of it is in {log_location})"
 
     def stop(self) -> None:
         """End the server; what one that failed wrote stays for a day."""

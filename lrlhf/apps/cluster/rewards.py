@@ -6,7 +6,7 @@ import copy
 import os
 import pickle
 import sys
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Final
 
@@ -36,12 +36,12 @@ class RayRewards(Rewards):
     stands_for: ClassVar = "lrlhf.rewards.Rewards"
     """The class that the user named, which the saved config has."""
     _worker: Any = None
-    _beside_a_run = False
+    _own_failures = False
 
-    def beside_a_run(self) -> RayRewards:
+    def with_own_failures(self) -> RayRewards:
         """Return the same functions, whose failures the workers count apart from the run's."""
         own = copy.copy(self)
-        own._beside_a_run = True
+        own._own_failures = True
         return own
 
     def prepare(self) -> None:
@@ -61,7 +61,7 @@ class RayRewards(Rewards):
         listed = [name for name in ray.util.list_named_actors() if name.startswith(NAME)]
         rank = int(os.environ.get("RANK", "0"))
         self._worker = ray.get_actor(sorted(listed)[rank % len(listed)])
-        self._asked(self._worker.prepare.remote())
+        self._result_of(self._worker.prepare.remote())
 
     def close(self) -> None:
         """Do nothing: the workers end with the launch."""
@@ -73,33 +73,29 @@ class RayRewards(Rewards):
         completion_ids: Sequence[Sequence[int]],
         columns: Sequence[Mapping[str, Any]],
         *,
-        limited: bool = True,
         on_request: Mapping[str, Sequence[Any]] | None = None,
-        failed: Mapping[int, str] | None = None,
-        group_ids: Sequence[Hashable] | None = None,
+        **options: Any,
     ) -> RewardResult:
         """Score responses, see `Rewards.score`."""
         self.prepare()
         episodes = (on_request or {}).get("episodes", ())
         # an environment, and what gives it back, stays where it is
-        told = [replace(episode, environment=None, release=None) for episode in episodes]
-        result: RewardResult = self._asked(
+        plain_episodes = [replace(episode, environment=None, release=None) for episode in episodes]
+        result: RewardResult = self._result_of(
             self._worker.score.remote(
                 list(prompts),
                 packed(completions),
                 [list(ids) for ids in completion_ids],
                 list(columns),
-                limited=limited,
-                on_request={"episodes": told} if told else None,
-                failed=failed,
-                group_ids=group_ids,
-                beside_a_run=self._beside_a_run,
+                on_request={"episodes": plain_episodes} if plain_episodes else None,
+                with_own_failures=self._own_failures,
+                **options,
             )
         )
         return result
 
     @staticmethod
-    def _asked(answer: Any) -> Any:
+    def _result_of(answer: Any) -> Any:
         ray = import_ray()
         try:
             return ray.get(answer)
@@ -125,7 +121,7 @@ class RewardWorker:
     def __init__(self, rewards: bytes, path: Sequence[str]) -> None:
         sys.path += [folder for folder in path if folder not in sys.path]
         self._rewards: Rewards = pickle.loads(rewards)
-        self._beside_a_run = self._rewards.beside_a_run()
+        self._own_failures = self._rewards.with_own_failures()
 
     def prepare(self) -> None:
         """Load what the functions need."""
@@ -138,11 +134,11 @@ class RewardWorker:
         completion_ids: Sequence[Sequence[int]],
         columns: Sequence[Mapping[str, Any]],
         *,
-        beside_a_run: bool = False,
+        with_own_failures: bool = False,
         **options: Any,
     ) -> RewardResult:
-        """Score responses, see `Rewards.score` and `Rewards.beside_a_run`."""
-        rewards = self._beside_a_run if beside_a_run else self._rewards
+        """Score responses, see `Rewards.score` and `Rewards.with_own_failures`."""
+        rewards = self._own_failures if with_own_failures else self._rewards
         # Ray gives arrays that nobody can write to, such as frames, and a function may
         prompts, completions, columns, options = copy.deepcopy(
             (prompts, completions, columns, options)
@@ -156,9 +152,9 @@ PackedCompletion = tuple[Completion, Any]
 
 def packed(completions: Iterable[Completion]) -> list[PackedCompletion]:
     """Put the segments of completions beside them: pickled, a completion forgets its own."""
-    return [(one, getattr(one, "segments", None)) for one in completions]
+    return [(completion, getattr(completion, "segments", None)) for completion in completions]
 
 
 def unpacked(completions: Iterable[PackedCompletion]) -> list[Completion]:
     """Return what `packed` was given."""
-    return [with_segments(*one) for one in completions]
+    return [with_segments(*completion) for completion in completions]

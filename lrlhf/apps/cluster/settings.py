@@ -105,8 +105,8 @@ class Cluster:
     def total(self) -> dict[str, float]:
         """Return what all of it takes together, of each resource."""
         total: dict[str, float] = {}
-        beside = [bundle for bundles in self.bundles().values() for bundle in bundles]
-        for bundle in [self.trainers.bundle()] * self.trainers.workers + beside:
+        all_bundles = [bundle for bundles in self.bundles().values() for bundle in bundles]
+        for bundle in [self.trainers.bundle()] * self.trainers.workers + all_bundles:
             for name, amount in bundle.items():
                 total[name] = total.get(name, 0) + amount
         return total

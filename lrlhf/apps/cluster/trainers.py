@@ -20,7 +20,7 @@ from lrlhf.apps.cluster.guarded_program import GuardedProgram
 from lrlhf.apps.cluster.settings import Cluster
 from lrlhf.cli.command_table import LAUNCHED
 
-BOARD: Final = "board"
+STATUS: Final = "board"
 TERMINATED: Final = 128 + signal.SIGTERM
 """Exit status of a trainer that was asked to end, see `lrlhf.run.supervision.signals`."""
 _REFUSED = 2
@@ -40,7 +40,7 @@ class TrainerLostError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Command:
+class TrainerCommand:
     """What every trainer runs, and where it finds the rest of the run."""
 
     arguments: Sequence[str]
@@ -59,7 +59,7 @@ class Command:
     """Whether each trainer has one."""
 
 
-class Board:
+class TrainerStatus:
     """An actor that trainers look at every second.
 
     It knows whether they are asked to end, how often all of them were started, and how the first of
@@ -71,7 +71,7 @@ class Board:
     """
 
     def __init__(self, notes: str) -> None:
-        self._asked = False
+        self._ending = False
         self._looks = 0
         self._notes = Path(notes)
         self._ended: dict[str, int | None] = {}
@@ -80,7 +80,7 @@ class Board:
 
     def ask_to_end(self) -> int:
         """Ask all trainers to end after their step; returns how often one has looked."""
-        self._asked = True
+        self._ending = True
         return self._looks
 
     def looks(self) -> int:
@@ -92,7 +92,7 @@ class Board:
         self._looks += 1
         if attempt not in self._ended:
             self._note(attempt, None)
-        return self._asked, self._ended.get(attempt)
+        return self._ending, self._ended.get(attempt)
 
     def end(self, attempt: str, status: int) -> None:
         """Note that a trainer has ended with a status for which none is started again."""
@@ -111,7 +111,7 @@ class Board:
         new.replace(self._notes)  # whole or not at all
 
 
-def trainers(cluster: Cluster, command: Command) -> Any:
+def trainers(cluster: Cluster, command: TrainerCommand) -> Any:
     """Return the Ray Train trainer whose ``fit`` runs the command on all workers.
 
     Its backend is the plain one, which sets up nothing: Lightning makes the process group, as the
@@ -147,31 +147,31 @@ def run_one(config: dict[str, Any]) -> int:
     Raises:
         TrainerLostError: It ended otherwise; Ray Train then starts all of them again.
     """
-    command: Command = config["command"]
+    command: TrainerCommand = config["command"]
     train = import_module("ray.train")
     ray = import_ray()
     context = train.get_context()
     rank = context.get_world_rank()
-    place, attempt = import_module("ray.train.collective").broadcast_from_rank_zero(
+    address, attempt = import_module("ray.train.collective").broadcast_from_rank_zero(
         (free_place(), secrets.token_hex(4)) if rank == 0 else None
     )
-    board = _Board(ray, ray.get_actor(BOARD, namespace=command.namespace), attempt)
-    if board.look()[0]:
+    actor = _StatusClient(ray, ray.get_actor(STATUS, namespace=command.namespace), attempt)
+    if actor.look()[0]:
         return TERMINATED
     program = GuardedProgram(
         [sys.executable, "-m", "lrlhf", *command.arguments],
-        env=_environment(command, rank, context.get_world_size(), place),
+        env=_environment(command, rank, context.get_world_size(), address),
         folder=Path(command.folder),
     )
-    status = _attend(program, board.look)
+    status = _attend(program, actor.look)
     if status in _OTHERS_SECONDS:
-        board.end(status)
+        actor.end(status)
         return status
     raise TrainerLostError(f"the trainer of rank {rank} ended with status {status}")
 
 
-class _Board:
-    """What the trainer of an attempt knows of the `Board`."""
+class _StatusClient:
+    """What the trainer of an attempt knows of the `TrainerStatus`."""
 
     def __init__(self, ray: Any, actor: Any, attempt: str) -> None:
         self._ray = ray
@@ -179,8 +179,8 @@ class _Board:
         self._attempt = attempt
 
     def look(self) -> tuple[bool, int | None]:
-        asked, ended = self._ray.get(self._actor.look.remote(self._attempt))
-        return asked, ended
+        ending, ended = self._ray.get(self._actor.look.remote(self._attempt))
+        return ending, ended
 
     def end(self, status: int) -> None:
         self._ray.get(self._actor.end.remote(self._attempt, status))
@@ -192,11 +192,11 @@ def _attend(program: GuardedProgram, look: Callable[[], tuple[bool, int | None]]
     Raises:
         TrainerLostError: The others are through, and it does not end.
     """
-    told, until = False, math.inf
+    passed_on, until = False, math.inf
     while (status := program.wait(_LOOK_SECONDS)) is None:
-        asked, first = look()
-        if asked and not told:
-            told = program.ask_to_end()
+        ending, first = look()
+        if ending and not passed_on:
+            passed_on = program.ask_to_end()
         if first is None:
             continue
         until = min(until, time.monotonic() + _OTHERS_SECONDS[first])
@@ -208,7 +208,9 @@ def _attend(program: GuardedProgram, look: Callable[[], tuple[bool, int | None]]
     return status
 
 
-def _environment(command: Command, rank: int, size: int, place: tuple[str, int]) -> dict[str, str]:
+def _environment(
+    command: TrainerCommand, rank: int, size: int, address: tuple[str, int]
+) -> dict[str, str]:
     """Return the environment of a trainer: its worker's, with the ranks as torchrun sets them.
 
     Each worker sees only its own GPU and counts as a machine with one process, so that Ray may
@@ -223,8 +225,8 @@ def _environment(command: Command, rank: int, size: int, place: tuple[str, int])
         "GROUP_RANK": str(rank),
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": place[0],
-        "MASTER_PORT": str(place[1]),
+        "MASTER_ADDR": address[0],
+        "MASTER_PORT": str(address[1]),
         ADDRESS: command.address,
         LAUNCHED: command.namespace,
         ENVIRONMENT: json.dumps(dict(command.environment)),

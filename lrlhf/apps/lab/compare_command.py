@@ -122,65 +122,65 @@ def compare(arguments: Sequence[str]) -> None:
     Raises:
         ConfigError: A run, a file or an option cannot be used.
     """
-    given = parser().parse_args(arguments)
-    _check(given)
+    options = parser().parse_args(arguments)
+    _check(options)
     # not at the top: help needs none of it
     from lrlhf.apps.lab.compare import compare_runs, print_report  # noqa: PLC0415
 
-    named = _sides(given)
-    if given.config:
-        folders = evaluate_models(named, given.config, given.output)
+    named = _sides(options)
+    if options.config:
+        folders = evaluate_models(named, options.config, options.output)
     else:
-        folders = {name: [Path(one) for one in runs] for name, runs in named.items()}
+        folders = {name: [Path(run) for run in runs] for name, runs in named.items()}
     try:
         report = compare_runs(
             folders,
-            step=given.step,
-            metric=given.metric,
-            by=given.by,
-            how=given.match,
-            differences=given.difference,
+            step=options.step,
+            metric=options.metric,
+            by=options.by,
+            how=options.match,
+            differences=options.difference,
         )
-        print_report(report, Console(file=sys.stdout, highlight=False), step=given.step)
-        _write(report, given)
+        print_report(report, Console(file=sys.stdout, highlight=False), step=options.step)
+        _write(report, options)
     except KeyError as error:  # whose text is in quotes
         raise ConfigError(str(error.args[0])) from error
     except (ValueError, OSError, ImportError) as error:
         raise ConfigError(str(error)) from error
 
 
-def _check(given: argparse.Namespace) -> None:
-    if given.step not in {"last", "best"} and not given.step.isdecimal():
-        _refuse(f"step is '{given.step}'; give last, best or a number")
+def _check(options: argparse.Namespace) -> None:
+    if options.step not in {"last", "best"} and not options.step.isdecimal():
+        _refuse(f"step is '{options.step}'; give last, best or a number")
     for name in ("json", "html"):
-        path = getattr(given, name)
+        path = getattr(options, name)
         if path is not None and path.is_dir():
             _refuse(f"{name}: {path} is a folder; give the name of a file")
 
 
-def _sides(given: argparse.Namespace) -> dict[str, list[str]]:
+def _sides(options: argparse.Namespace) -> dict[str, list[str]]:
     """Return the runs of each side by its name, the one that others are compared with first.
 
     Raises:
         ConfigError: There are less than two or too many, a pattern fits nothing, or a run is a
             file, or there twice.
     """
-    asked = [side for side in (given.a, given.b, *([one] for one in given.runs)) if side]
-    if not 2 <= len(asked) <= _MOST_SIDES:
+    folders = [side for side in (options.a, options.b, *([each] for each in options.runs)) if side]
+    if not 2 <= len(folders) <= _MOST_SIDES:
         _refuse(
             f"lrlhf compare needs two sides, up to {_MOST_SIDES}: lrlhf compare RUN_A RUN_B, or "
             "with several seeds --a RUN ... --b RUN ..."
         )
-    found = [(", ".join(side), _found(side, models=bool(given.config))) for side in asked]
+    sides = [(", ".join(side), _expanded(side, models=bool(options.config))) for side in folders]
     seen: set[Path] = set()
-    for run in (run for _, side in found for run in side):
+    for run in (run for _, side in sides for run in side):
         if Path(run).resolve() in seen:
             _refuse(f"{run} is given twice; a run is one seed of one side")
         seen.add(Path(run).resolve())
-    return dict(found)
+    return dict(sides)
 
 
-def _found(patterns: Sequence[str], *, models: bool) -> list[str]:
+def _expanded(patterns: Sequence[str], *, models: bool) -> list[str]:
     runs: list[str] = []
     for pattern in patterns:
         if Path(pattern).exists() or not glob.has_magic(pattern):
@@ -190,7 +190,7 @@ def _found(patterns: Sequence[str], *, models: bool) -> list[str]:
             continue
         # Path.glob refuses absolute patterns
         there = sorted(glob.glob(pattern))  # noqa: PTH207
-        fitting = [one for one in there if _can_be_run(one, models=models)]
+        fitting = [each for each in there if _can_be_run(each, models=models)]
         if not fitting:
             only = " but files, and a run is a folder" if there else ""
             _refuse(f"nothing fits {pattern}{only}")
@@ -203,19 +203,19 @@ def _can_be_run(path: str, *, models: bool) -> bool:
     return Path(path).is_dir() or (models and Path(path).suffix == CHECKPOINT)
 
 
-def _write(report: Report, given: argparse.Namespace) -> None:
-    if given.json is not None:
+def _write(report: Report, options: argparse.Namespace) -> None:
+    if options.json is not None:
         from lrlhf.apps.lab.compare import as_json  # noqa: PLC0415
         from lrlhf.run.atomic import atomic_write  # noqa: PLC0415
 
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        told = json.dumps(as_json(report, step=given.step), indent=1, allow_nan=False)
-        with atomic_write(given.json) as handle:
-            handle.write(f"{told}\n".encode())
-    if given.html is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(as_json(report, step=options.step), indent=1, allow_nan=False)
+        with atomic_write(options.json) as handle:
+            handle.write(f"{text}\n".encode())
+    if options.html is not None:
         from lrlhf.apps.lab.compare.page import write_comparison  # noqa: PLC0415
 
-        write_comparison(report, given.html, step=given.step)
+        write_comparison(report, options.html, step=options.step)
 
 
 def _difference(text: str) -> float:

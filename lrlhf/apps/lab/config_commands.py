@@ -48,7 +48,7 @@ def audit_data(config: Namespace, build: Callable[[], L.LightningDataModule]) ->
         check_output(name, sections[name])
     model = sections["model"]
     trained = check_models(model)
-    beside = SimpleNamespace() if trained is None else taken_from(model, trained)
+    trainer = SimpleNamespace() if trained is None else taken_from(model, trained)
     if sections.get("data") is None:
         raise MistakeError(("data",), "audit needs a config with data")
     data = build()
@@ -60,20 +60,20 @@ def audit_data(config: Namespace, build: Callable[[], L.LightningDataModule]) ->
         )
     room = options_of(options_of(model).get("sampling")).get("max_new_tokens")
     try:
-        found = audit(
+        result = audit(
             data,
-            beside,
+            trainer,
             context=None if trained is None else trained.context,
             new_tokens=room or 0,
             with_label_noise=sections["label_noise"],
         )
     except (ValueError, ImportError) as error:
         raise MistakeError(("data",), str(error)) from error
-    sys.stdout.write(safe(f"{as_text(found)}\n"))
+    sys.stdout.write(safe(f"{as_text(result)}\n"))
     if sections["html"] is not None:
-        as_page(found, sections["html"], "Audit of the data")
+        as_page(result, sections["html"], "Audit of the data")
     if sections["json"] is not None:
-        write_json(sections["json"], as_json(found))
+        write_json(sections["json"], as_json(result))
 
 
 class Auditor(Reader):

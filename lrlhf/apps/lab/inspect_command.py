@@ -54,18 +54,18 @@ def inspect(arguments: Sequence[str]) -> None:
     Raises:
         ConfigError: A folder or file cannot be used.
     """
-    given = parser().parse_args(arguments)
-    output = given.output or given.runs[0] / "inspect.html"
+    options = parser().parse_args(arguments)
+    output = options.output or options.runs[0] / "inspect.html"
     # not at the top: help needs none of it
     from lrlhf.apps.lab.inspector import write_inspector  # noqa: PLC0415
 
     try:
-        told = write_inspector(
-            given.runs, output, max_responses=given.responses, media_root=given.media_root
+        note = write_inspector(
+            options.runs, output, max_responses=options.responses, media_root=options.media_root
         )
     except (ValueError, OSError, ImportError) as error:
         raise ConfigError(str(error)) from error
-    sys.stdout.write(safe(f"{told}\n"))
+    sys.stdout.write(safe(f"{note}\n"))
 
 
 def _count(text: str) -> int:

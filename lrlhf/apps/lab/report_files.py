@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from lrlhf.options.errors import ConfigError
 from lrlhf.run.atomic import atomic_write
@@ -28,3 +32,16 @@ def write_json(path: str, value: dict[str, Any]) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(Path(path)) as handle:
         handle.write(json.dumps(value, indent=1, ensure_ascii=False).encode("utf-8", "replace"))
+
+
+def plain_json(value: Any) -> Any:
+    """Return a value as JSON has it: named tuples become objects, NaN and infinity null."""
+    if hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, Mapping):
+        return {key: plain_json(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_json(inner) for inner in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value

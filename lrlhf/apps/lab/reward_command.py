@@ -31,19 +31,19 @@ def report_run(arguments: Sequence[str]) -> None:
     parser.add_argument("run", metavar="RUN", type=Path)
     parser.add_argument("--json")
     parser.add_argument("--html")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     for name in ("json", "html"):
-        check_output(name, vars(given)[name])
-    if given.run.is_file():
+        check_output(name, vars(options)[name])
+    if options.run.is_file():
         raise ConfigError(
-            f"{given.run} is a file; its rewards are in a config: lrlhf reward --config FILE "
-            f"{given.run}, or give the folder of a run"
+            f"{options.run} is a file; its rewards are in a config: lrlhf reward --config FILE "
+            f"{options.run}, or give the folder of a run"
         )
     try:
-        lab = look_at(responses_of_run(given.run))
+        lab = look_at(responses_of_run(options.run))
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
-    _report(lab, str(given.run), given.json, given.html)
+    _report(lab, str(options.run), options.json, options.html)
 
 
 def add_reward_options(parser: ArgumentParser) -> None:
@@ -69,11 +69,11 @@ def run_rewards(config: Namespace, build: Callable[[], Rewards]) -> None:
         MistakeError: The rewards cannot be used on these responses.
     """
     # not at the top: they bring torch
-    from lrlhf.apps.lab.reward_lab.given import given_responses  # noqa: PLC0415
+    from lrlhf.apps.lab.reward_lab.response_inputs import read_response_inputs  # noqa: PLC0415
     from lrlhf.apps.lab.reward_lab.scoring import reads_media, score_responses, with_times  # noqa: PLC0415
     from lrlhf.cli.checks.mistake import MistakeError  # noqa: PLC0415
     from lrlhf.cli.checks.models import check_models  # noqa: PLC0415
-    from lrlhf.cli.config_entries import is_ours, options_of  # noqa: PLC0415
+    from lrlhf.cli.config_entries import is_lrlhf, options_of  # noqa: PLC0415
     from lrlhf.datamodules.rows.media_rows import MediaReader  # noqa: PLC0415
     from lrlhf.media import MediaOptions  # noqa: PLC0415
 
@@ -91,16 +91,16 @@ def run_rewards(config: Namespace, build: Callable[[], Rewards]) -> None:
         (None, None) if trained is None else (trained.tokenizer(), trained.processor())
     )
     data = sections.get("data")
-    options = options_of(data).get("media") if is_ours(data) else None
+    options = options_of(data).get("media") if is_lrlhf(data) else None
     media = MediaReader(processor, MediaOptions(**(options or {})))
     try:
-        given = given_responses(path, media, reads_media=reads_media(rewards))
+        responses = read_response_inputs(path, media, reads_media=reads_media(rewards))
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
     steps = sections["trainer"]["max_steps"]
     try:
         scored = score_responses(
-            given,
+            responses,
             rewards,
             tokenizer,
             config.prompts_per_call,

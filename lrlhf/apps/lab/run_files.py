@@ -75,8 +75,8 @@ class RunFiles:
     @property
     def evaluations(self) -> dict[int, Path]:
         """The file of each evaluation, by step, in order."""
-        found = ((_EVALUATION.fullmatch(path.name), path) for path in self.folder.iterdir())
-        return dict(sorted((int(match[1]), path) for match, path in found if match))
+        matches = ((_EVALUATION.fullmatch(path.name), path) for path in self.folder.iterdir())
+        return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
     def metrics(self) -> pd.DataFrame:
         """Return every logged metric: a row per step, NaN where a step has none."""
@@ -91,11 +91,11 @@ class RunFiles:
         Raises:
             ValueError: A cell is no number; names file, line and column.
         """
-        found: dict[str, dict[int, float]] = {}
+        curves_of: dict[str, dict[int, float]] = {}
         for path in (self._metrics, self.folder / "timings.csv"):
             if path.exists():
-                _add_curves(path, found)
-        return found
+                _add_curves(path, curves_of)
+        return curves_of
 
     def responses(self) -> Iterator[dict[str, Any]]:
         """Yield the responses of training, in the order of the steps."""
@@ -147,11 +147,11 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         ValueError: A line is no JSON object; names file and line.
     """
-    for number, line in whole_lines(path):
+    for number, line in complete_lines(path):
         yield record_of(line, path, number)
 
 
-def whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def complete_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield number, from 1, and bytes of the lines that end in a line break.
 
     Raises:
@@ -181,9 +181,9 @@ def record_of(line: bytes, path: Path, number: int) -> dict[str, Any]:
     return record
 
 
-def _add_curves(path: Path, found: dict[str, dict[int, float]]) -> None:
+def _add_curves(path: Path, curves: dict[str, dict[int, float]]) -> None:
     """Add the columns of a CSV file; a step may have several rows, with other metrics in each."""
-    lines = (line.decode(errors="replace") for _, line in whole_lines(path))
+    lines = (line.decode(errors="replace") for _, line in complete_lines(path))
     for number, row in enumerate(csv.DictReader(lines), start=2):
         step = _number(row.pop("step", None) or "", path, number, "step")
         if not step.is_integer():
@@ -191,7 +191,7 @@ def _add_curves(path: Path, found: dict[str, dict[int, float]]) -> None:
         for name, text in row.items():
             if text:
                 value = _number(text, path, number, name)
-                curve = found.setdefault(name, {})
+                curve = curves.setdefault(name, {})
                 if not (math.isnan(value) and int(step) in curve):
                     curve[int(step)] = value
 
@@ -208,7 +208,7 @@ def _roots(settings: Any) -> Iterator[str]:
     if isinstance(settings, Mapping):
         media = settings.get("media")
         own = media.get("root") if isinstance(media, Mapping) else None
-        yield from (one for one in (own, settings.get("media_root")) if isinstance(one, str))
+        yield from (each for each in (own, settings.get("media_root")) if isinstance(each, str))
         settings = list(settings.values())
     if isinstance(settings, list):
         for entry in settings:

@@ -255,8 +255,8 @@ class DryRun:
 
                 for weight in trained:
                     weight.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
-                kept = _inputs_on_host(model, live) if offloads else contextlib.nullcontext()
-                with self._autocast(), kept:
+                on_host = _inputs_on_host(model, live) if offloads else contextlib.nullcontext()
+                with self._autocast(), on_host:
                     loss = compute(batch)
                 loss.backward()  # type: ignore[no-untyped-call]
         return live.peak()
@@ -282,13 +282,13 @@ class DryRun:
                 cache.batch_repeat_interleave(copies)
                 longest = torch.zeros((rows, tokens + new_tokens), dtype=torch.long)
                 _next_logits(plain, longest[:, tokens - 1 : -2], longest[:, :-2], cache)
-            kept, keys = _bytes_of(cache), _tensors_of(cache)
+            cache_bytes, keys = _bytes_of(cache), _tensors_of(cache)
             with _live_bytes(plain, batch, first, cache=keys) as live:
                 keys.clear()  # each is freed when a longer one takes its place
                 with self._autocast(cached=True):
                     logits = _next_logits(plain, longest[:, -1:], longest[:, :-1], cache)
                     _probabilities(logits)
-            return begin, _with_cache(live.peak(), kept)
+            return begin, _with_cache(live.peak(), cache_bytes)
 
     @contextlib.contextmanager
     def _weights(self, model: nn.Module) -> Iterator[None]:
@@ -300,7 +300,7 @@ class DryRun:
             for name, tensor in tensors(recurse=False, remove_duplicate=False)
         ]
         weights: dict[int, Tensor] = {}
-        with _errors_said_once(), FakeTensorMode(allow_non_fake_inputs=True):
+        with _errors_logged_once(), FakeTensorMode(allow_non_fake_inputs=True):
             for module, name, tensor in skeleton:
                 if id(tensor) not in weights:
                     weights[id(tensor)] = self._fake(tensor)
@@ -331,7 +331,7 @@ class DryRun:
 
 
 @contextlib.contextmanager
-def _errors_said_once() -> Iterator[None]:
+def _errors_logged_once() -> Iterator[None]:
     """Keep torch from logging the traceback of an error that it raises as well."""
     logger = logging.getLogger(FakeTensorMode.__module__)
     before = logger.level
@@ -394,9 +394,9 @@ def _inputs_on_host(model: nn.Module, live: LiveBytes) -> Iterator[None]:
             setattr(block, _CHECKPOINTED, function)
 
 
-def _with_cache(usage: Usage, kept: int) -> Usage:
+def _with_cache(usage: Usage, cached: int) -> Usage:
     """Tell the keys and values, which are made anew with every token, from what does not last."""
-    return usage._replace(cache=kept, activations=usage.activations + usage.cache - kept)
+    return usage._replace(cache=cached, activations=usage.activations + usage.cache - cached)
 
 
 def _next_logits(model: PreTrainedModel, ids: Tensor, seen: Tensor, cache: DynamicCache) -> Tensor:
@@ -417,7 +417,10 @@ def _probabilities(logits: Tensor) -> Tensor:
 
 def _tensors_of(cache: DynamicCache) -> list[Tensor]:
     return [
-        value for one in cache.layers for value in vars(one).values() if isinstance(value, Tensor)
+        value
+        for layer in cache.layers
+        for value in vars(layer).values()
+        if isinstance(value, Tensor)
     ]
 
 

@@ -59,7 +59,7 @@ def memory_report(
     )
     try:
         if plan is None:
-            _add_given_phases(phases, sections)
+            _add_configured_phases(phases, sections)
         else:
             add_policy_phases(phases, sections["model"], sections["data"], plan)
     except (ValueError, RuntimeError, NotImplementedError) as error:
@@ -78,7 +78,7 @@ def _is_on_gpu(trainer: Mapping[str, Any], device_size: int | None) -> bool:
     return here or device_size is not None or trainer["accelerator"] in {"gpu", "cuda"}
 
 
-def _add_given_phases(phases: PhaseList, sections: Mapping[str, Any]) -> None:
+def _add_configured_phases(phases: PhaseList, sections: Mapping[str, Any]) -> None:
     """Add the phases of a step on given texts, or on pairs of them."""
     model, data = sections["model"], sections["data"]
     adds_up = sections["trainer"]["accumulate_grad_batches"] > 1

@@ -116,8 +116,8 @@ class PhaseList:
         """Add the phases of an optimizer step, of whose passes ``usage`` is known."""
         gradients = Usage(gradients=shares.gradients)
         # those that come up in the pass are counted by it
-        beside = gradients if not usage.gradients else Usage()
-        self.add(f"update {model}", usage, Usage(shares.gathered), beside, option=option)
+        gradient_usage = gradients if not usage.gradients else Usage()
+        self.add(f"update {model}", usage, Usage(shares.gathered), gradient_usage, option=option)
         self.add(f"optimizer step of {model}", gradients, Usage(optimizer=shares.step))
 
     def note(self, line: str) -> None:
@@ -133,13 +133,13 @@ class PhaseList:
 
     def tokens_of(self, data: Any, option: str, what: str) -> int:
         """Return an option of the data module that limits lengths, or assume it, and say so."""
-        given = options_of(data).get(option)
-        if given is None:
+        limit = options_of(data).get(option)
+        if limit is None:
             self.note(
                 f"assumed: {what} of up to {_ASSUMED_TOKENS} tokens; data.{option} would say how "
                 "long they are"
             )
-        return _ASSUMED_TOKENS if given is None else int(given)
+        return _ASSUMED_TOKENS if limit is None else int(limit)
 
 
 _GIB = 2**30
@@ -254,7 +254,7 @@ class _PolicyMemory:
     ) -> Iterator[tuple[str, tuple[PreTrainedModel | PeftModel, Mapping[str, Any]]]]:
         """Hold trained reward models, which every process has whole."""
         for name, model, options in reward_models(self._options, self._phases.note):
-            self._hold_outside(weights_of(model).whole.size)
+            self._hold_outside(weights_of(model).total.size)
             yield name, (model, options)
 
     def _hold_outside(self, parameters: int, cache: int = 0) -> None:
@@ -315,7 +315,7 @@ class _PolicyMemory:
         on_gpu, size = self._phases.on_gpu, self._phases.device_size
         automatic = "bfloat16" if on_gpu else "float32"
         dtype = options.get("dtype", "auto").replace("auto", automatic)
-        weights = weights_of(self._policy).whole.number * getattr(torch, dtype).itemsize
+        weights = weights_of(self._policy).total.number * getattr(torch, dtype).itemsize
         weights //= options.get("tensor_parallel_size", 1)
         cache_gib = options.get("kv_cache_gib") or (None if on_gpu else 1.0)
         if cache_gib is not None:
@@ -366,9 +366,9 @@ class _PolicyMemory:
         if budget == "auto":
             budget = self._first_tokens("update.micro_batch_tokens")
         if budget is not None:
-            whole = prompt + self._shared * new
-            if budget >= whole:
-                rows = min(rows, budget // whole * self._shared)
+            sequence = prompt + self._shared * new
+            if budget >= sequence:
+                rows = min(rows, budget // sequence * self._shared)
             else:  # a part of the responses to one prompt
                 rows = min(rows, max(1, (budget - prompt) // new))
         return Shape(rows, prompt + new, new, self._shared, self._vocabulary)
@@ -500,9 +500,9 @@ class _Policy:
 
     def hold_reference(self) -> None:
         """Hold it where it is a model of its own: with LoRA it is the policy."""
-        given = self.options.get("reference")
-        if given is None and self._spec.lora is not None:
+        reference = self.options.get("reference")
+        if reference is None and self._spec.lora is not None:
             return
-        spec = self._spec if given is None else spec_of(given, CausalLM)
+        spec = self._spec if reference is None else spec_of(reference, CausalLM)
         model = skeleton(spec, trainable=False)
         self._phases.hold(weights_of(model, plain_model(model), quantization=spec.quantization))

@@ -23,16 +23,16 @@ def kl_penalty(options: Mapping[str, Any]) -> str | None:
     if isinstance(algorithm, Mapping):
         own = options_of(algorithm)
         strength = own.get("kl_coef", Algorithm.kl_coef)
-        place = own.get("kl_in", Algorithm.kl_in)
+        kl_in = own.get("kl_in", Algorithm.kl_in)
     else:
         estimator = options_of(options.get("advantage")).get("estimator")
         default = "rloo" if options.get("rewards") is not None else distillation.ALGORITHM
         named = estimator if estimator in {*ALGORITHMS, *ALIASES} else default
         known = resolve_algorithm(algorithm or named)
-        strength, place = known.kl_coef, known.kl_in
-    if (given := reference.get("kl_coef")) is not None:
-        strength = given
-    return str(reference.get("placement") or place) if strength else None
+        strength, kl_in = known.kl_coef, known.kl_in
+    if (kl_coef := reference.get("kl_coef")) is not None:
+        strength = kl_coef
+    return str(reference.get("placement") or kl_in) if strength else None
 
 
 def reference_spec(options: Mapping[str, Any], policy: CausalLM) -> CausalLM | None:
@@ -65,9 +65,9 @@ def reward_models(
         if not (is_a(entry, LearnedReward) or is_a(entry, ProcessReward)):
             continue
         keys = ("source", "dtype", "attn_implementation", "trust_remote_code")
-        given = {"dtype": "auto"} | {key: own[key] for key in keys if key in own}
+        model_options = {"dtype": "auto"} | {key: own[key] for key in keys if key in own}
         try:
-            model = skeleton(PretrainedSpec(**given), body=True, trainable=False)
+            model = skeleton(PretrainedSpec(**model_options), body=True, trainable=False)
         except SourceError as error:
             note(f"not counted: the model of reward {name!r}, which cannot be read: {error}")
             continue

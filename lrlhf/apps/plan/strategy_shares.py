@@ -26,15 +26,14 @@ _BUCKET = 500_000_000
 """``reduce_bucket_size`` of DeepSpeed: gradients that are reduced together."""
 
 
-class Part(NamedTuple):
+class WeightCount(NamedTuple):
     """Some weights: how many, and their bytes as they are kept."""
 
     number: int = 0
     size: int = 0
 
-    def plus(self, *others: Part) -> Part:
-        """Return the sum."""
-        return Part(*map(sum, zip(self, *others, strict=True)))
+    def plus(self, *others: WeightCount) -> WeightCount:
+        return WeightCount(*map(sum, zip(self, *others, strict=True)))
 
 
 class Weights(NamedTuple):
@@ -47,14 +46,13 @@ class Weights(NamedTuple):
         around: What is not in a block: embeddings, norms, heads.
     """
 
-    trained: Part
-    frozen: Part
-    block: Part
-    around: Part
+    trained: WeightCount
+    frozen: WeightCount
+    block: WeightCount
+    around: WeightCount
 
     @property
-    def whole(self) -> Part:
-        """All of them."""
+    def total(self) -> WeightCount:
         return self.trained.plus(self.frozen)
 
 
@@ -68,21 +66,21 @@ def weights_of(
         layers = [part for part in model.modules() if isinstance(part, nn.Linear)]
         quantised = {id(part.weight) for part in layers if part is not head}
 
-    def part(tensor: torch.Tensor) -> Part:
+    def part(tensor: torch.Tensor) -> WeightCount:
         packed = id(tensor) in quantised and not tensor.requires_grad
         per_weight = {"4bit": _FOUR_BIT, "8bit": 1.0}[quantization or "8bit"]
         each = per_weight if packed else tensor.itemsize
-        return Part(tensor.numel(), round(tensor.numel() * each))
+        return WeightCount(tensor.numel(), round(tensor.numel() * each))
 
     tensors = [*model.parameters(), *model.buffers()]
     trained = [part(tensor) for tensor in tensors if tensor.requires_grad]
-    frozen = Part().plus(*(part(tensor) for tensor in tensors if not tensor.requires_grad))
+    frozen = WeightCount().plus(*(part(tensor) for tensor in tensors if not tensor.requires_grad))
     repeated = nn.ModuleList() if plain is None else blocks_of(plain)
-    blocks = [Part().plus(*map(part, block.parameters())) for block in repeated]
-    whole, inside = frozen.plus(*trained), Part().plus(*blocks)
-    around = Part(whole.number - inside.number, whole.size - inside.size)
-    block = max(blocks, key=lambda one: one.size, default=Part())
-    return Weights(Part().plus(*trained), frozen, block, around)
+    blocks = [WeightCount().plus(*map(part, block.parameters())) for block in repeated]
+    total, inside = frozen.plus(*trained), WeightCount().plus(*blocks)
+    around = WeightCount(total.number - inside.number, total.size - inside.size)
+    block = max(blocks, key=lambda item: item.size, default=WeightCount())
+    return Weights(WeightCount().plus(*trained), frozen, block, around)
 
 
 class OptimizerNeeds(NamedTuple):
@@ -102,13 +100,13 @@ def optimizer_needs(options: Mapping[str, Any], *, on_gpu: bool) -> OptimizerNee
     built = OptimizerConfig(**options).build([("weight", weight)], total_steps=1).optimizer
     weight.grad = torch.zeros_like(weight)
     built.step()
-    kept = sum(
+    state_bytes = sum(
         value.nbytes
         for value in built.state[weight].values()
         if isinstance(value, torch.Tensor) and value.dim() > 0
     )
     copies = on_gpu and not built.param_groups[0].get("fused")
-    return OptimizerNeeds(kept / weight.nbytes, step=float(copies))
+    return OptimizerNeeds(state_bytes / weight.nbytes, step=float(copies))
 
 
 class Shares(NamedTuple):
@@ -171,7 +169,7 @@ class Strategy:
         """Work out what one process has of a model; arguments as of `PhaseList.hold`."""
         match self.kind:
             case "replicated":
-                shares = Shares(Usage(weights.whole.size), gradients=weights.trained.size)
+                shares = Shares(Usage(weights.total.size), gradients=weights.trained.size)
                 if self.buckets:
                     resident = shares.resident._replace(gradients=weights.trained.size)
                     shares = shares._replace(resident=resident)
@@ -187,32 +185,32 @@ class Strategy:
         return shares._replace(resident=resident, step=round(moved * optimizer.step))
 
     def _fsdp2(self, weights: Weights, *, accumulates: bool) -> Shares:
-        whole, trained = weights.whole, weights.trained
+        total, trained = weights.total, weights.trained
         around, block = self._used(weights.around), self._used(weights.block)
         gradients = 0 if self.offloads_weights else trained.size // self.ranks
         waits = accumulates and not self.reduces_each(weights)
         if waits:  # unreduced until the last micro-batch, in full precision
             gradients += trained.size
         else:
-            learning = trained.size / max(1, whole.size)
+            learning = trained.size / max(1, total.size)
             gradients += round(learning * (around + block + weights.block.size))
         return Shares(
-            Usage(0 if self.offloads_weights else whole.size // self.ranks),
+            Usage(0 if self.offloads_weights else total.size // self.ranks),
             # a block, and the next one, which is gathered meanwhile
-            gathered=around + 2 * block if self.reshards else self._used(whole),
-            gathered_to_generate=self._used(whole),
+            gathered=around + 2 * block if self.reshards else self._used(total),
+            gathered_to_generate=self._used(total),
             gradients=gradients,
         )
 
     def _zero(self, weights: Weights, master: int) -> Shares:
-        used, trained = self._used(weights.whole), self._used(weights.trained)
-        kept = used // self.ranks if self.stage == 3 else used
+        used, trained = self._used(weights.total), self._used(weights.trained)
+        resident = used // self.ranks if self.stage == 3 else used
         if self.stage == 3 and self.offloads_weights:
-            kept = 0
-        live = min(1.0, _LIVE_PARAMETERS / max(1, weights.whole.number))
+            resident = 0
+        live = min(1.0, _LIVE_PARAMETERS / max(1, weights.total.number))
         bucket = min(1.0, _BUCKET / max(1, weights.trained.number))
         return Shares(
-            Usage(kept + master),
+            Usage(resident + master),
             gathered=round(used * live) if self.stage == 3 else 0,
             gathered_to_generate=used if self.stage == 3 else 0,
             gradients=trained
@@ -220,7 +218,7 @@ class Strategy:
             else trained // self.ranks + round(trained * bucket),
         )
 
-    def _used(self, part: Part) -> int:
+    def _used(self, part: WeightCount) -> int:
         """Bytes of weights in the precision that products are computed in."""
         return min(part.size, 2 * part.number) if self.low_precision else part.size
 

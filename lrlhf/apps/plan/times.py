@@ -109,8 +109,8 @@ class Texts(NamedTuple):
         responses = self.prompts * self.copies
         prompts = self.prompts if shares_prompts else responses
         tokens = prompts * self.prompt + responses * self.response
-        whole = self.prompt + self.response
-        pairs = prompts * self.prompt**2 + responses * (whole**2 - self.prompt**2)
+        length = self.prompt + self.response
+        pairs = prompts * self.prompt**2 + responses * (length**2 - self.prompt**2)
         return 2.0 * (model.multiplied * tokens + model.query_width * pairs)
 
 
@@ -150,21 +150,21 @@ def generation(model: ModelSize, texts: Texts, engine: Engine, gpu: GPU) -> list
     groups = math.ceil(texts.prompts / engine.replicas)
     rows, busy = groups * texts.copies, texts.prompts / groups
     peak = engine.gpus * _GENERATION * gpu.flops
-    kept = 4 * model.key_width  # bytes of the keys and values of a token
-    each = kept * (texts.prompt / texts.copies + texts.longest)
+    cache_bytes = 4 * model.key_width  # bytes of the keys and values of a token
+    each = cache_bytes * (texts.prompt / texts.copies + texts.longest)
     room = int(_CACHE * engine.gpus * gpu.memory / max(1, each))
     at_once = max(1, min(rows, engine.sequences, room))
     if engine.own:  # a batch runs until its longest response ends
         steps: float = math.ceil(rows / at_once) * texts.longest
-        written, beside = float(rows * texts.longest), _OWN_STEP_S
+        written, step_seconds = float(rows * texts.longest), _OWN_STEP_S
     else:  # a response begins when one has ended, and the longest may end alone
         steps = rows * texts.response / at_once + texts.longest - texts.response
-        written, beside = rows * texts.response, _STEP_S
+        written, step_seconds = rows * texts.response, _STEP_S
     context = written * (texts.prompt + written / rows / 2)
     flops = 2 * model.multiplied * written + 4 * model.query_width * context
-    moved = 2 * model.number * steps + kept * context
+    moved = 2 * model.number * steps + cache_bytes * context
     reading = moved / (engine.gpus * _MEMORY * gpu.bandwidth)
-    parts = {"FLOP/s": flops / peak, "memory": reading, "launch": beside * steps}
+    parts = {"FLOP/s": flops / peak, "memory": reading, "launch": step_seconds * steps}
     seconds = max(parts["FLOP/s"], reading) + parts["launch"]
     prompts = texts._replace(prompts=groups, copies=0).forward_flops(model, shares_prompts=True)
     limit = max(parts, key=lambda part: parts[part])
@@ -186,10 +186,10 @@ def size_of(model: nn.Module, plain: PreTrainedModel) -> ModelSize:
     embeddings: Any = plain.get_input_embeddings()
     tied = head is not None and head.weight is embeddings.weight
     return ModelSize(
-        number=weights.whole.number,
+        number=weights.total.number,
         trained=weights.trained.number,
         # a token of the embeddings is looked up; as an output head they are multiplied
-        multiplied=weights.whole.number - (0 if tied else embeddings.weight.numel()),
+        multiplied=weights.total.number - (0 if tied else embeddings.weight.numel()),
         query_width=len(blocks_of(plain)) * heads * size,
         key_width=len(blocks_of(plain)) * (options.get("num_key_value_heads") or heads) * size,
         recomputes=plain.is_gradient_checkpointing,

@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lrlhf.apps.serve.batcher import Batcher, Measures, Place, Scorer, Scores, Served
+from lrlhf.apps.serve.batcher import ActiveRequest, Batcher, Measures, Scorer, Scores, Served
 from lrlhf.apps.serve.score_request import (
     MediaFiles,
     PixelRoom,
@@ -252,35 +252,35 @@ class RewardService:
             self._check_token(request)
             check_headers(request)
             served = self._loaded()
-            with self.batcher.entered() as place:
-                return served, await self._in_time(body, read, place)
+            with self.batcher.entered() as active:
+                return served, await self._in_time(body, read, active)
         except RefusedRequestError as error:
             if error.status != 408:
                 await body.discard()
             raise
 
-    async def _in_time(self, body: Body, read: Read, place: Place) -> Scores:
+    async def _in_time(self, body: Body, read: Read, active: ActiveRequest) -> Scores:
         seconds = self._queue.timeout_s
         try:
             async with asyncio.timeout(seconds) as limit:
-                place.leave = functools.partial(_end_now, limit)
-                request = await self._request(body, read, place)
+                active.leave = functools.partial(_end_now, limit)
+                request = await self._request(body, read, active)
                 if request.files is None:
-                    scored = self.batcher.submit(request, place)
+                    scored = self.batcher.submit(request, active)
                 else:
                     scored = await asyncio.get_running_loop().run_in_executor(
-                        self._decoders, self._submitted, request, place
+                        self._decoders, self._submitted, request, active
                     )
                 del request  # media wait decoded, and not as files too
                 return await asyncio.wrap_future(scored)
         except TimeoutError as error:
-            if place.made_room:
+            if active.made_room:
                 raise RefusedRequestError(
                     "the body came so slowly that it had to make room for others",
                     status=408,
                     reason="slow body",
                 ) from error
-            if not place.has_arrived:
+            if not active.has_arrived:
                 raise RefusedRequestError(
                     f"the body did not arrive within {seconds:g} s", status=408, reason="slow body"
                 ) from error
@@ -292,22 +292,22 @@ class RewardService:
                 retry_after=1,
             ) from error
 
-    async def _request(self, body: Body, read: Read, place: Place) -> ScoreRequest:
-        weigh = functools.partial(self.batcher.weigh, place)
+    async def _request(self, body: Body, read: Read, active: ActiveRequest) -> ScoreRequest:
+        weigh = functools.partial(self.batcher.weigh, active)
         content = await body.read(int(self._limits.max_request_mb * 1e6), weigh)
-        self.batcher.queue(place)
+        self.batcher.queue(active)
         readers = self._small_readers if len(content) <= _SMALL else self._readers
         return await asyncio.get_running_loop().run_in_executor(
             readers, lambda: read(parse_json(content, self._limits.max_values))
         )
 
-    def _submitted(self, request: ScoreRequest, place: Place) -> Future[Scores]:
+    def _submitted(self, request: ScoreRequest, active: ActiveRequest) -> Future[Scores]:
         """Decode the media of a request when there is room for them, and have it scored."""
         assert request.files is not None
         pixels = request.files.pixels()
         self._room.take(pixels)
         try:
-            scored = self.batcher.submit(request.decoded(), place)
+            scored = self.batcher.submit(request.decoded(), active)
         except BaseException:
             self._room.release(pixels)
             raise
@@ -394,8 +394,8 @@ class _Outermost:
 
 def _holds(header: str, token: str) -> bool:
     """Compare an ``Authorization`` header with the token, in a time that tells nothing of it."""
-    scheme, _, given = header.partition(" ")
-    same = hmac.compare_digest(given.strip().encode("latin-1", "replace"), token.encode())
+    scheme, _, presented = header.partition(" ")
+    same = hmac.compare_digest(presented.strip().encode("latin-1", "replace"), token.encode())
     return same and scheme.lower() == "bearer"
 
 

@@ -42,16 +42,16 @@ class Measures:
         paths = ["path", "status"]
         self.requests = Counter("requests", "Requests by path and status.", paths, **own)
         self.rejected = Counter("rejected", "Requests without an answer.", ["reason"], **own)
-        told = "From the head of a scoring request to the end of its answer."
-        self.latency = Histogram("request_seconds", told, **seconds)
+        duration = "From the head of a scoring request to the end of its answer."
+        self.latency = Histogram("request_seconds", duration, **seconds)
         self.scoring = Histogram("scoring_seconds", "Time of the model per batch.", **seconds)
         together = "Responses that were scored together."
         self.batches = Histogram("batch_items", together, buckets=_ITEMS, **own)
         self.items = Counter("items", "Responses that were scored.", **own)
         unscored = "Responses that got null: too long, or no finite score."
         self.unscored = Counter("unscored_items", unscored, **own)
-        held = "Requests that are read, wait or are scored."
-        self.waiting = Gauge("queue_requests", held, **own)
+        in_service = "Requests that are read, wait or are scored."
+        self.waiting = Gauge("queue_requests", in_service, **own)
 
     def text(self) -> bytes:
         """Return all values as Prometheus reads them."""
@@ -79,7 +79,7 @@ class Served(NamedTuple):
     marks: TextMarks
 
 
-class Part(NamedTuple):
+class ScoreBatch(NamedTuple):
     """Rows of a request that are scored at once."""
 
     request: ScoreRequest
@@ -105,8 +105,8 @@ class Scorer:
         self, function: RewardFunction | Callable[..., Any] | str, *, name: str | None = None
     ) -> None:
         self._bound = bind_functions([function])[0]
-        taken = inspect.signature(self._bound.function).parameters.get("completion_ids")
-        if taken is not None and taken.default is inspect.Parameter.empty:
+        token_ids = inspect.signature(self._bound.function).parameters.get("completion_ids")
+        if token_ids is not None and token_ids.default is inspect.Parameter.empty:
             raise ValueError(
                 f"reward function {self._bound.name!r} reads the token ids of responses, which are "
                 "the policy's own and are not sent to a service: use it in the run itself"
@@ -116,7 +116,6 @@ class Scorer:
         self._is_learned = isinstance(self._bound.function, LearnedReward)
 
     def load(self) -> Served:
-        """Load the model."""
         function = self._bound.function
         if isinstance(function, RewardFunction):
             function.prepare()
@@ -125,24 +124,26 @@ class Scorer:
             name = self._name or facts.source
             return Served(name, facts.fingerprint, facts.heads, facts.head, facts.marks)
         own = self._bound.name
-        found = hashlib.blake2b(f"{own}\n{version('lrlhf')}".encode(), digest_size=8).hexdigest()
-        return Served(self._name or own, found, (own,), own, TextMarks())
+        fingerprint = hashlib.blake2b(
+            f"{own}\n{version('lrlhf')}".encode(), digest_size=8
+        ).hexdigest()
+        return Served(self._name or own, fingerprint, (own,), own, TextMarks())
 
-    def parts(self, request: ScoreRequest) -> list[Part]:
+    def parts(self, request: ScoreRequest) -> list[ScoreBatch]:
         """Split a request that others would wait long for, if its rows are scored one by one."""
         if not self._is_learned:
-            return [Part(request, 0)]
-        parts: list[Part] = []
+            return [ScoreBatch(request, 0)]
+        parts: list[ScoreBatch] = []
         start = cost = 0
         for row in range(len(request)):
             one = request.cost(row)
             if row > start and cost + one > _PART_COST:
-                parts.append(Part(request.rows(start, row), cost))
+                parts.append(ScoreBatch(request.rows(start, row), cost))
                 start, cost = row, 0
             cost += one
-        return [*parts, Part(request.rows(start, len(request)), cost)]
+        return [*parts, ScoreBatch(request.rows(start, len(request)), cost)]
 
-    def fits(self, one: Part, other: Part, cost: int) -> bool:
+    def fits(self, one: ScoreBatch, other: ScoreBatch, cost: int) -> bool:
         """Whether parts of two requests can be scored together, with others of this cost in all."""
         if self._is_learned:
             return cost <= _PART_COST
@@ -198,9 +199,9 @@ class Scorer:
             function.prepare()
         journal = Journal(sum(len(request) for request in requests))
         logs = {"log_metric": journal.log_metric, "log_extra": journal.log_extra}
-        given = _joined(requests) | ({} if self._is_learned else self._columns(requests)) | logs
+        keywords = _joined(requests) | ({} if self._is_learned else self._columns(requests)) | logs
         arguments = chosen_arguments(
-            self._bound.name, inspect.signature(function), given, filled_by_python(function)
+            self._bound.name, inspect.signature(function), keywords, filled_by_python(function)
         )
         call = Call(self._bound.name, function, arguments)
         if not is_async(function):
@@ -228,7 +229,7 @@ def _joined(requests: Sequence[ScoreRequest]) -> dict[str, Any]:
         "completions": [text for request in requests for text in request.completions],
     }
     for kind in ("images", "videos"):
-        media = [getattr(one, kind) or [()] * len(one) for one in requests]
+        media = [getattr(each, kind) or [()] * len(each) for each in requests]
         if any(row for rows in media for row in rows):
             arguments[kind] = list(itertools.chain.from_iterable(media))
     return arguments
@@ -245,7 +246,7 @@ _GRACE_SECONDS: Final = 2.0
 
 
 @dataclass(eq=False)
-class Place:
+class ActiveRequest:
     """A request in the service, from its head to its answer."""
 
     leave: Callable[[], None] = lambda: None
@@ -278,7 +279,7 @@ class Place:
 class _Job:
     """A request that waits, in the parts that it is scored in."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[ScoreBatch]) -> None:
         self.parts = collections.deque(parts)
         self.scores: Scores = []
         self.future: Future[Scores] = Future()
@@ -292,7 +293,7 @@ class Batcher:
         self._options = options
         self._measures = measures
         self._changed = threading.Condition()
-        self.places: set[Place] = set()
+        self.places: set[ActiveRequest] = set()
         self._closing = False
         self._jobs: list[_Job] = []
         self._oldest_first = False
@@ -319,53 +320,53 @@ class Batcher:
             self._thread.join(_CLOSE_SECONDS)
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[Place]:
+    def entered(self) -> Iterator[ActiveRequest]:
         """Hold a request from its head to its answer.
 
         A body that is still to come takes no place in the queue: clients that send slowly, or stop
         in the middle, keep nobody out.
         """
-        place = Place()
+        active = ActiveRequest()
         with self._changed:
             if self._closing:
                 raise RefusedRequestError(
                     "the service ends", status=503, reason="closing", retry_after=5
                 )
-            self.places.add(place)
+            self.places.add(active)
             self._measures.waiting.set(len(self.places))
         try:
-            yield place
+            yield active
         finally:
             with self._changed:
-                self.places.remove(place)
+                self.places.remove(active)
                 self._measures.waiting.set(len(self.places))
 
-    def weigh(self, place: Place, weight: int) -> None:
+    def weigh(self, active: ActiveRequest, weight: int) -> None:
         """Note how many bytes of a body have come; if all are too heavy, one gives way.
 
         That is the heavy one that lies furthest behind the least speed, and if none does this one.
         """
         with self._changed:
-            place.note(weight)
+            active.note(weight)
             while weight > _LIGHT:
                 heavy = [each for each in self.places if each.weight > _LIGHT]
                 total = sum(each.weight for each in heavy)
                 if len(heavy) == 1 or total <= self._options.max_queue_mb * 1e6:
                     return
-                slow = [each for each in heavy if each is not place and each.is_slow()]
+                slow = [each for each in heavy if each is not active and each.is_slow()]
                 if not slow:
                     raise _full(len(heavy), "max_queue_mb")
                 min(slow, key=lambda each: each.paid_until).make_room()
 
-    def queue(self, place: Place) -> None:
+    def queue(self, active: ActiveRequest) -> None:
         """Give a request whose body is there its place in the queue, or refuse it."""
         with self._changed:
             waiting = sum(each.has_arrived for each in self.places)
             if waiting >= self._options.max_queue:
                 raise _full(waiting, "max_queue")
-            place.has_arrived = True
+            active.has_arrived = True
 
-    def submit(self, request: ScoreRequest, place: Place) -> Future[Scores]:
+    def submit(self, request: ScoreRequest, active: ActiveRequest) -> Future[Scores]:
         """Have a request scored.
 
         Returns:
@@ -374,7 +375,7 @@ class Batcher:
         """
         job = _Job(self._scorer.parts(request))
         with self._changed:
-            if place in self.places:
+            if active in self.places:
                 self._jobs.append(job)
             else:  # it was given up while its media were decoded
                 job.future.cancel()

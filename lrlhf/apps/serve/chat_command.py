@@ -48,9 +48,9 @@ def chat(arguments: Sequence[str]) -> None:
     Raises:
         ConfigError: Nothing that generates is there, or an option is out of its range.
     """
-    given = parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     # not at the top: it brings torch, which help does without
-    conversation = import_module("lrlhf.apps.serve.conversation").open_conversation(given)
+    conversation = import_module("lrlhf.apps.serve.conversation").open_conversation(options)
     _remark(f"{conversation.opening}; /help lists the commands")
     for line in _lines():
         if not line.strip():

@@ -100,8 +100,8 @@ class Conversation:
         while True:
             ids = self._reader.read({"prompt": self._prompt()}).input_ids
             limit = self._limit or len(ids) * 2 + 2 * self._sampling.max_new_tokens
-            wanted = len(ids) + min(self._sampling.max_new_tokens, limit // 2)
-            if wanted <= limit or len(self._turns) == 1:
+            needed = len(ids) + min(self._sampling.max_new_tokens, limit // 2)
+            if needed <= limit or len(self._turns) == 1:
                 device = next(self._policy.model.parameters()).device
                 return torch.from_numpy(ids).long()[None].to(device)
             del self._turns[0]
@@ -109,12 +109,12 @@ class Conversation:
 
     def _prompt(self) -> Any:
         if not self._is_chat:
-            return "".join(f"{said}{answered or ''}" for said, answered in self._turns)
+            return "".join(f"{user_text}{answered or ''}" for user_text, answered in self._turns)
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         turns = [
             {"role": role, "content": content}
-            for said, answered in self._turns
-            for role, content in (("user", said), ("assistant", answered))
+            for user_text, answered in self._turns
+            for role, content in (("user", user_text), ("assistant", answered))
             if content is not None
         ]
         return [*system, *turns]
@@ -151,10 +151,10 @@ class Conversation:
         except KeyboardInterrupt:
             printer.end()  # type: ignore[no-untyped-call]
             ending = "stopped"
-        said = printer.ids
-        if not ending and len(said) >= max_new_tokens and said[-1] not in eos:
-            ending = f"cut off after {len(said)} tokens"
-        return str(tokenizer.decode(said, skip_special_tokens=True)), ending
+        response_ids = printer.ids
+        if not ending and len(response_ids) >= max_new_tokens and response_ids[-1] not in eos:
+            ending = f"cut off after {len(response_ids)} tokens"
+        return str(tokenizer.decode(response_ids, skip_special_tokens=True)), ending
 
 
 class _Printer(TextStreamer):
@@ -177,19 +177,19 @@ class _Printer(TextStreamer):
         sys.stdout.flush()
 
 
-def open_conversation(given: argparse.Namespace) -> Conversation:
+def open_conversation(options: argparse.Namespace) -> Conversation:
     """Load what the options name.
 
     Raises:
         ConfigError: Nothing that generates is there, or an option is out of its range.
     """
-    trained, sampling = load_to_talk(given)
-    if given.seed is not None:
-        torch.manual_seed(given.seed)
+    trained, sampling = load_to_talk(options)
+    if options.seed is not None:
+        torch.manual_seed(options.seed)
     else:
         torch.seed()
-    system = given.system or trained.prompts.get("system_prompt")
-    return Conversation(trained, sampling, system=system, plain=given.plain)
+    system = options.system or trained.prompts.get("system_prompt")
+    return Conversation(trained, sampling, system=system, plain=options.plain)
 
 
 def _remark(text: str) -> None:

@@ -26,7 +26,7 @@ from lrlhf.cli.trained_policy import TrainedPolicy, load_to_talk
 from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.chat import ChatFormat
 from lrlhf.environments import detect_format, tool_call_format
-from lrlhf.environments.session import Asked, TurnTokens
+from lrlhf.environments.session import TurnPrompt, TurnTokens
 from lrlhf.options.errors import ConfigError
 from lrlhf.rewards.learned import encoded
 from lrlhf.rollout import Response, Sampling, TransformersEngine
@@ -37,7 +37,7 @@ from lrlhf.run.atomic import append_line
 from lrlhf.web import log_defect
 
 if TYPE_CHECKING:
-    from lrlhf.environments.agents import Question
+    from lrlhf.environments.agents import PendingRequest
 
 
 TOKEN_ENV = "LRLHF_POLICY_TOKEN"
@@ -82,17 +82,17 @@ def serve_policy(arguments: Sequence[str]) -> None:
         ConfigError: Nothing that generates is there, or an option cannot be used.
         KeyboardInterrupt: When the user wants it to end.
     """
-    given = parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     # not at the top: it brings torch, which help does without
-    import_module("lrlhf.apps.serve.policy_service").serve(given)
+    import_module("lrlhf.apps.serve.policy_service").serve(options)
 
 
 logger = logging.getLogger(__name__)
 
 _PATIENCE = 1.0
-"""Seconds without a question after which the service looks whether it was interrupted."""
+"""Seconds without a request after which the service looks whether it was interrupted."""
 _SMALL = 16_384
-"""Letters of a question that does not wait until larger ones are made into tokens."""
+"""Letters of a request that does not wait until larger ones are made into tokens."""
 _PIECE = 65_536
 """Letters that are made into tokens at once to see whether a text is too long."""
 _MAX_WAITING = 512
@@ -101,9 +101,9 @@ _FAILED = "the policy failed to answer; the server's log says why"
 
 
 class Readable(NamedTuple):
-    """A question and its prompt."""
+    """A request and its prompt."""
 
-    question: Question
+    request: PendingRequest
     prompt_ids: list[int]
     room: int
     """Tokens that the answer may have."""
@@ -114,11 +114,11 @@ class _TooLongError(Exception):
 
 
 class PolicyService:
-    """Answers questions with a policy's turns.
+    """Answers requests with a policy's turns.
 
     Args:
         trained: The policy.
-        sampling: How turns are sampled; a question may make its own shorter.
+        sampling: How turns are sampled; a request may make its own shorter.
         seed: Of all turns, each of which has random numbers of its own.
         record: File to which turns are added; None: none.
     """
@@ -147,49 +147,49 @@ class PolicyService:
         self._unrecorded = 0
         """Turns since the record could be written."""
 
-    def read(self, question: Question) -> Readable | None:
-        """Return a question with its prompt; None: it is refused, and told why, or was given up."""
-        if question.future.done():
+    def read(self, request: PendingRequest) -> Readable | None:
+        """Return a request with its prompt; None: it is refused, and told why, or was given up."""
+        if request.future.done():
             return None
         try:
-            ids = self._prompt(question.asked)
-            room = self._room(question.asked, ids)
+            ids = self._prompt(request.prompt)
+            room = self._room(request.prompt, ids)
         except _TooLongError as problem:
-            self._refuse_length(question, f"more than {problem}")
+            self._refuse_length(request, f"more than {problem}")
         except BadRow as problem:
-            question.refuse(problem.detail)
+            request.refuse(problem.detail)
         except ValueError as problem:
-            question.refuse(str(problem))
-        except Exception as error:  # noqa: BLE001  the next question may be read
-            log_defect("a question could not be read:", error)
-            question.refuse(_FAILED, status=500)
+            request.refuse(str(problem))
+        except Exception as error:  # noqa: BLE001  the next request may be read
+            log_defect("a request could not be read:", error)
+            request.refuse(_FAILED, status=500)
         else:
             if room > 0:
-                return Readable(question, ids, room)
-            self._refuse_length(question, f"{len(ids)}")
+                return Readable(request, ids, room)
+            self._refuse_length(request, f"{len(ids)}")
         return None
 
-    def _refuse_length(self, question: Question, length: str) -> None:
+    def _refuse_length(self, request: PendingRequest, length: str) -> None:
         what = f"messages: they have {length} tokens, and the model reads {self._limit}"
-        question.refuse(what, code="context_length_exceeded")
+        request.refuse(what, code="context_length_exceeded")
 
-    def answer(self, asked: Sequence[Readable]) -> None:
-        """Answer questions together; one that cannot be answered is told why."""
-        asked = [one for one in asked if one.question.start()]
+    def answer(self, batch: Sequence[Readable]) -> None:
+        """Answer requests together; one that cannot be answered is told why."""
+        batch = [each for each in batch if each.request.start()]
         try:
-            if asked:
-                self._answer(asked)
-        except Exception as error:  # noqa: BLE001  the next questions may be answered
-            log_defect(f"no answer to {len(asked)} questions:", error)
-            for question, _, _ in asked:
-                question.refuse(_FAILED, status=500)
+            if batch:
+                self._answer(batch)
+        except Exception as error:  # noqa: BLE001  the next requests may be answered
+            log_defect(f"no answer to {len(batch)} requests:", error)
+            for request, _, _ in batch:
+                request.refuse(_FAILED, status=500)
 
-    def _answer(self, asked: Sequence[Readable]) -> None:
+    def _answer(self, batch: Sequence[Readable]) -> None:
         device = next(self._policy.model.parameters()).device
-        rooms = [room for _, _, room in asked]
-        prompts = token_prompts([ids for _, ids, _ in asked]).to(device)
+        rooms = [room for _, _, room in batch]
+        prompts = token_prompts([ids for _, ids, _ in batch]).to(device)
         prompts = replace(prompts, room=torch.tensor(rooms, device=device))
-        seeds = sample_seeds(self._seed, self._batches, count=len(asked))
+        seeds = sample_seeds(self._seed, self._batches, count=len(batch))
         self._batches += 1
         rollout = self._engine.generate(
             prompts,
@@ -197,14 +197,14 @@ class PolicyService:
             num_generations=1,
             seeds=seeds,
         )
-        for (question, ids, room), turn in zip(asked, responses_of(rollout, prompts), strict=True):
-            self._tell(question, ids, turn.cut(room))
+        for (request, ids, room), turn in zip(batch, responses_of(rollout, prompts), strict=True):
+            self._tell(request, ids, turn.cut(room))
 
-    def _tell(self, question: Question, prompt_ids: Sequence[int], turn: Response) -> None:
+    def _tell(self, request: PendingRequest, prompt_ids: Sequence[int], turn: Response) -> None:
         stops = () if turn.truncated else self._sampling.stop
         ids = turn.token_ids.tolist()
         text, raw = turn_text(self._tokenizer, [], ids, stops)
-        read_calls = self._read_calls if question.asked.tools else None
+        read_calls = self._read_calls if request.prompt.tools else None
         message = self._agents.turn_message(text, raw, read_calls, self._call_ids)
         tokens = TurnTokens(len(prompt_ids), len(ids), cut_off=turn.truncated)
         if self._record is not None:
@@ -212,9 +212,9 @@ class PolicyService:
             assert segment.logprobs is not None
             line = {
                 "time": datetime.now(UTC).isoformat(),
-                "user": question.user,
-                "messages": question.asked.messages,
-                "tools": question.asked.tools,
+                "user": request.user,
+                "messages": request.prompt.messages,
+                "tools": request.prompt.tools,
                 "answer": message,
                 "prompt_ids": prompt_ids,
                 "token_ids": ids,
@@ -222,7 +222,7 @@ class PolicyService:
                 "truncated": turn.truncated,
             }
             self._write(self._record, json.dumps(line, ensure_ascii=False))
-        question.answer(self._agents.ChatAnswer(message, tokens))
+        request.answer(self._agents.ChatAnswer(message, tokens))
 
     def _write(self, record: Path, line: str) -> None:
         """Add a turn to the record; where that fails, it is answered without."""
@@ -237,8 +237,8 @@ class PolicyService:
             logger.warning("%s lacks %d turns; it is written again", record, self._unrecorded)
             self._unrecorded = 0
 
-    def _prompt(self, asked: Asked) -> list[int]:
-        text = self._chat.render(asked.messages, {"tools": list(asked.tools)}, prompt=True)
+    def _prompt(self, prompt: TurnPrompt) -> list[int]:
+        text = self._chat.render(prompt.messages, {"tools": list(prompt.tools)}, prompt=True)
         self._check_beginning(text)
         ids = encoded(self._tokenizer, text, specials=False)
         if not ids:
@@ -261,49 +261,49 @@ class PolicyService:
             if count > self._limit:
                 raise _TooLongError(count)
 
-    def _room(self, asked: Asked, ids: Sequence[int]) -> int:
+    def _room(self, prompt: TurnPrompt, ids: Sequence[int]) -> int:
         """Return how many tokens a turn may have; below 1: the prompt leaves no room."""
-        room = min(self._sampling.max_new_tokens, asked.max_tokens or sys.maxsize)
+        room = min(self._sampling.max_new_tokens, prompt.max_tokens or sys.maxsize)
         if self._limit is not None:
             room = min(room, self._limit - len(ids))
         return room
 
 
-def serve(given: argparse.Namespace) -> None:
+def serve(options: argparse.Namespace) -> None:
     """Answer until the process is interrupted.
 
     Raises:
         ConfigError: Nothing that generates is there, or an option cannot be used.
     """
-    if given.batch_size < 1:
-        raise ConfigError(f"batch_size is {given.batch_size}; it must be 1 or more")
+    if options.batch_size < 1:
+        raise ConfigError(f"batch_size is {options.batch_size}; it must be 1 or more")
     desk = _Desk()
     try:
         agents: Any = import_module("lrlhf.environments.agents")
-        if given.record is not None:
-            given.record.open("a").close()
+        if options.record is not None:
+            options.record.open("a").close()
     except ImportError as error:
         raise ConfigError(str(error)) from error
     except OSError as error:
-        raise ConfigError(f"record: {given.record} cannot be written: {error}") from error
-    endpoint = agents.ChatEndpoint(given.host, given.port)
+        raise ConfigError(f"record: {options.record} cannot be written: {error}") from error
+    endpoint = agents.ChatEndpoint(options.host, options.port)
     try:
         try:
             base_url, token = endpoint.enter(desk.take, os.environ.get(TOKEN_ENV) or None)
         except (OSError, OverflowError) as error:
             raise ConfigError(
-                f"cannot listen at {given.host}, port {given.port}: {error}"
+                f"cannot listen at {options.host}, port {options.port}: {error}"
             ) from error
         # loading takes long: what is wrong with the options is told before
-        trained, sampling = load_to_talk(given)
-        service = PolicyService(trained, sampling, seed=given.seed, record=given.record)
+        trained, sampling = load_to_talk(options)
+        service = PolicyService(trained, sampling, seed=options.seed, record=options.record)
         desk.open(service)
         shown = f"that of {TOKEN_ENV}" if os.environ.get(TOKEN_ENV) else token
         sys.stdout.write(f"base_url {base_url}\napi_key  {shown}\n")
         sys.stdout.flush()
         with _noted_interrupt() as interrupted:
             while not interrupted.is_set():
-                service.answer(desk.batch(given.batch_size))
+                service.answer(desk.batch(options.batch_size))
         raise KeyboardInterrupt
     finally:
         endpoint.close()
@@ -313,29 +313,29 @@ class _Desk:
     """Questions on their way: small ones are not held up by large ones, which take long to read."""
 
     def __init__(self) -> None:
-        self._small: queue.SimpleQueue[Question] = queue.SimpleQueue()
-        self._large: queue.SimpleQueue[Question] = queue.SimpleQueue()
+        self._small: queue.SimpleQueue[PendingRequest] = queue.SimpleQueue()
+        self._large: queue.SimpleQueue[PendingRequest] = queue.SimpleQueue()
         self._read: queue.SimpleQueue[Readable] = queue.SimpleQueue()
 
-    def take(self, question: Question) -> None:
-        """Let a question in, also before the model is loaded.
+    def take(self, request: PendingRequest) -> None:
+        """Let a request in, also before the model is loaded.
 
         One too many is refused.
         """
-        waiting = sum(one.qsize() for one in (self._small, self._large, self._read))
+        waiting = sum(each.qsize() for each in (self._small, self._large, self._read))
         if waiting >= _MAX_WAITING:
-            question.refuse("too many requests wait: try again later", status=429)
+            request.refuse("too many requests wait: try again later", status=429)
             return
-        letters = sum(len(str(message["content"])) for message in question.asked.messages)
-        (self._small if letters <= _SMALL else self._large).put(question)
+        letters = sum(len(str(message["content"])) for message in request.prompt.messages)
+        (self._small if letters <= _SMALL else self._large).put(request)
 
     def open(self, service: PolicyService) -> None:
-        """Have questions read, in threads that end with the process."""
+        """Have requests read, in threads that end with the process."""
         for waiting in (self._small, self._large):
             threading.Thread(target=self._pass_on, args=(waiting, service), daemon=True).start()
 
     def batch(self, most: int) -> list[Readable]:
-        """Take what was asked, or nothing if that takes long."""
+        """Take the waiting requests, or nothing if that takes long."""
         batch: list[Readable] = []
         with contextlib.suppress(queue.Empty):
             batch.append(self._read.get(timeout=_PATIENCE))
@@ -343,7 +343,7 @@ class _Desk:
                 batch.append(self._read.get_nowait())
         return batch
 
-    def _pass_on(self, waiting: queue.SimpleQueue[Question], service: PolicyService) -> None:
+    def _pass_on(self, waiting: queue.SimpleQueue[PendingRequest], service: PolicyService) -> None:
         while True:
             readable = service.read(waiting.get())
             if readable is not None:

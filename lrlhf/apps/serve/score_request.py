@@ -102,7 +102,7 @@ class MediaFile(NamedTuple):
     kind: str
     """``image`` or ``video``."""
     content: bytes
-    place: str
+    location: str
     """Where in the body it stood first."""
 
 
@@ -125,17 +125,18 @@ class MediaFiles:
     def __len__(self) -> int:
         return len(self._known)
 
-    def add(self, kind: str, text: Any, place: str) -> MediaFile:
+    def add(self, kind: str, text: Any, location: str) -> MediaFile:
         """Take an ``image`` or ``video`` as base64, unless it is none or there are too many."""
         if not isinstance(text, str):
-            raise malformed(place, f"expected base64 of a file, found {kind_of(text)}")
+            raise malformed(location, f"expected base64 of a file, found {kind_of(text)}")
         key = (kind, hashlib.sha256(text.encode()).digest())  # not the text, which is longer
         if key not in self._known:
             if len(self._known) >= self._limits.max_images:
                 raise _refused(
-                    place, f"the request has more than {self._limits.max_images} images and videos"
+                    location,
+                    f"the request has more than {self._limits.max_images} images and videos",
                 )
-            self._known[key] = MediaFile(kind, decoded(text, place), place)
+            self._known[key] = MediaFile(kind, decoded(text, location), location)
         return self._known[key]
 
     def pixels(self) -> int:
@@ -145,7 +146,7 @@ class MediaFiles:
             total += _pixels(file)
             if total > self._limits.max_megapixels * 1e6:
                 raise _refused(
-                    file.place,
+                    file.location,
                     f"the media of the request have more than {self._limits.max_megapixels:g} "
                     "million pixels: send fewer or smaller ones, or raise the service's "
                     "max_megapixels",
@@ -163,13 +164,13 @@ class MediaFiles:
             fps=_ALL,
             max_frames=most + 1,  # one more tells that there are too many
         )
-        with _answered(file.place):
+        with _answered(file.location):
             if file.kind == "image":
                 return read_image(file.content, options)
             video = read_video(file.content, options)
         if len(video.frames) > most:
             raise _refused(
-                file.place,
+                file.location,
                 f"a video of more than {most} frames: send fewer, or raise the service's "
                 "max_frames",
             )
@@ -214,16 +215,16 @@ class PixelRoom:
             self._changed.notify_all()
 
 
-def decoded(text: str, place: str) -> bytes:
+def decoded(text: str, location: str) -> bytes:
     """Decode base64, and refuse what is none, or nothing."""
     try:
         content = base64.b64decode(text, validate=True)
     except ValueError as error:  # also what is not ASCII
         raise malformed(
-            place, "this is no base64; files are sent by content, not by path or address"
+            location, "this is no base64; files are sent by content, not by path or address"
         ) from error
     if not content:
-        raise malformed(place, "an empty file")
+        raise malformed(location, "an empty file")
     return content
 
 
@@ -238,8 +239,8 @@ def _pixels(file: MediaFile) -> int:
     what = f"it cannot be read; expected one of {', '.join(formats)}"
     # others may be read by programs of the system, or name further files
     with (
-        _answered(file.place, what),
-        explained("broken file", file.place),
+        _answered(file.location, what),
+        explained("broken file", file.location),
         open_image(file.content, formats) as opened,
     ):
         if file.kind == "image":
@@ -252,12 +253,12 @@ def _pixels(file: MediaFile) -> int:
 
 
 @contextlib.contextmanager
-def _answered(place: str, what: str | None = None) -> Iterator[None]:
+def _answered(location: str, what: str | None = None) -> Iterator[None]:
     """Have a file that cannot be read answered, with ``what`` or what its reader says."""
     try:
         yield
     except MediaError as error:
-        raise _refused(place, what or str(error)) from error
+        raise _refused(location, what or str(error)) from error
     except MemoryError as error:
         raise RefusedRequestError(
             "out of memory: send fewer or smaller images and videos at once",
@@ -267,8 +268,8 @@ def _answered(place: str, what: str | None = None) -> Iterator[None]:
         ) from error
 
 
-def _refused(place: str, what: str) -> RefusedRequestError:
-    return RefusedRequestError(f"{place}: {what}", reason="media")
+def _refused(location: str, what: str) -> RefusedRequestError:
+    return RefusedRequestError(f"{location}: {what}", reason="media")
 
 
 _TAKEN = (*RESERVED, "images", "videos")
@@ -335,13 +336,13 @@ def read_score_request(body: Any, limits: RequestLimits) -> ScoreRequest:
     check_keys(body, ("prompts", "completions"), ("images", "videos", "columns", "segments"))
     completions = entries(body["completions"], "completions")
     count = len(completions)
-    prompts = [_prompt(*given) for given in _placed(body["prompts"], "prompts", count)]
-    completions = [_completion(*given) for given in _placed(completions, "completions")]
+    prompts = [_prompt(*entry) for entry in _placed(body["prompts"], "prompts", count)]
+    completions = [_completion(*entry) for entry in _placed(completions, "completions")]
     check_sizes(prompts, completions, limits)
     if body.get("segments") is not None:
-        told = [_segments(*given) for given in _placed(body["segments"], "segments", count)]
-        completions = [*map(with_segments, completions, told)]
-        check_sizes(prompts, [one or [] for one in told], limits)
+        segments = [_segments(*entry) for entry in _placed(body["segments"], "segments", count)]
+        completions = [*map(with_segments, completions, segments)]
+        check_sizes(prompts, [segment or [] for segment in segments], limits)
     files = MediaFiles(limits)
     return ScoreRequest(
         prompts=prompts,
@@ -367,12 +368,12 @@ def check_keys(body: Any, required: Sequence[str], optional: Sequence[str]) -> N
             raise malformed(ascii(key)[:60], f"no such key; there are {known}")
 
 
-def entries(values: Any, place: str, count: int | None = None) -> list[Any]:
+def entries(values: Any, location: str, count: int | None = None) -> list[Any]:
     """Return a list, one entry per response if their count is given."""
     if not isinstance(values, list):
-        raise malformed(place, f"expected a list, found {kind_of(values)}")
+        raise malformed(location, f"expected a list, found {kind_of(values)}")
     if count is not None and len(values) != count:
-        raise malformed(place, f"{len(values)} entries for {count} responses; give one for each")
+        raise malformed(location, f"{len(values)} entries for {count} responses; give one for each")
     return values
 
 
@@ -404,16 +405,16 @@ def add_media(
     if body.get(f"{kind}s") is None:
         return None
     rows = [
-        [files.add(kind, *given) for given in _placed([] if row is None else row, place)]
-        for row, place in _placed(body[f"{kind}s"], f"{kind}s", count)
+        [files.add(kind, *entry) for entry in _placed([] if row is None else row, location)]
+        for row, location in _placed(body[f"{kind}s"], f"{kind}s", count)
     ]
     return rows if any(rows) else None
 
 
-def _placed(values: Any, place: str, count: int | None = None) -> Iterator[tuple[Any, str]]:
+def _placed(values: Any, location: str, count: int | None = None) -> Iterator[tuple[Any, str]]:
     """Yield the entries of a list, each with its place in the body."""
-    for number, value in enumerate(entries(values, place, count)):
-        yield value, f"{place}[{number}]"
+    for number, value in enumerate(entries(values, location, count)):
+        yield value, f"{location}[{number}]"
 
 
 def _columns(columns: Any, count: int) -> dict[str, list[Any]]:
@@ -422,76 +423,76 @@ def _columns(columns: Any, count: int) -> dict[str, list[Any]]:
     if not isinstance(columns, dict):
         raise malformed("columns", f"expected an object, found {kind_of(columns)}")
     for name, values in columns.items():
-        place = f"columns.{ascii(name)[1:-1][:60]}"
+        location = f"columns.{ascii(name)[1:-1][:60]}"
         if name in _TAKEN:
-            raise malformed(place, "no name for a column: it is an argument of reward functions")
-        entries(values, place, count)
+            raise malformed(location, "no name for a column: it is an argument of reward functions")
+        entries(values, location, count)
     return columns
 
 
-def _prompt(value: Any, place: str) -> Prompt:
+def _prompt(value: Any, location: str) -> Prompt:
     if isinstance(value, str):
         return value
-    if not (turns := _turns(value, place)):
-        raise malformed(place, "a chat needs a message")
+    if not (turns := _turns(value, location)):
+        raise malformed(location, "a chat needs a message")
     return tuple(turns)
 
 
-def _completion(value: Any, place: str) -> Completion:
+def _completion(value: Any, location: str) -> Completion:
     if isinstance(value, str):
         return value
-    turns = _turns(value, place)
-    return [_only_text(turn, f"{place}[{at}]") for at, turn in enumerate(turns)]
+    turns = _turns(value, location)
+    return [_only_text(turn, f"{location}[{at}]") for at, turn in enumerate(turns)]
 
 
-def _segments(value: Any, place: str) -> list[Any] | None:
+def _segments(value: Any, location: str) -> list[Any] | None:
     """Read which parts of a response the policy wrote, and which it was given."""
     if value is None:
         return None
-    for part, where in _placed(value, place):
-        if not isinstance(part, list) or [type(one) for one in part] != [str, bool]:
+    for part, where in _placed(value, location):
+        if not isinstance(part, list) or [type(each) for each in part] != [str, bool]:
             raise malformed(where, "expected a text, and whether the policy wrote it")
     return list(value)
 
 
-def _turns(value: Any, place: str) -> list[Message]:
+def _turns(value: Any, location: str) -> list[Message]:
     if not isinstance(value, list):
-        raise malformed(place, f"expected text or a list of messages, found {kind_of(value)}")
-    return [_message(*given) for given in _placed(value, place)]
+        raise malformed(location, f"expected text or a list of messages, found {kind_of(value)}")
+    return [_message(*entry) for entry in _placed(value, location)]
 
 
-def _message(turn: Any, place: str) -> Message:
+def _message(turn: Any, location: str) -> Message:
     if not isinstance(turn, dict):
-        raise malformed(place, f"expected a message, an object, found {kind_of(turn)}")
+        raise malformed(location, f"expected a message, an object, found {kind_of(turn)}")
     if not isinstance(turn.get("role"), str):
-        raise malformed(f"{place}.role", "expected text, such as user")
+        raise malformed(f"{location}.role", "expected text, such as user")
     content = turn.get("content")
     if isinstance(content, list):
-        for part, where in _placed(content, f"{place}.content"):
+        for part, where in _placed(content, f"{location}.content"):
             _check_part(part, where)
     elif not isinstance(content, str) and not (content is None and "tool_calls" in turn):
-        raise malformed(f"{place}.content", f"expected text or parts, found {kind_of(content)}")
+        raise malformed(f"{location}.content", f"expected text or parts, found {kind_of(content)}")
     return turn
 
 
-def _check_part(part: Any, place: str) -> None:
+def _check_part(part: Any, location: str) -> None:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text":
         if not isinstance(part.get("text"), str):
-            raise malformed(f"{place}.text", "expected text")
+            raise malformed(f"{location}.text", "expected text")
     elif kind not in ("image", "video"):
-        raise malformed(place, "expected a part of the type text, image or video")
+        raise malformed(location, "expected a part of the type text, image or video")
     elif set(part) != {"type"}:
         raise malformed(
-            place, f'expected {{"type": "{kind}"}} alone; the file itself is sent under {kind}s'
+            location, f'expected {{"type": "{kind}"}} alone; the file itself is sent under {kind}s'
         )
 
 
-def _only_text(turn: Message, place: str) -> Message:
+def _only_text(turn: Message, location: str) -> Message:
     content = turn.get("content")
     if not isinstance(content, list):
         return turn
-    for part, where in _placed(content, f"{place}.content"):
+    for part, where in _placed(content, f"{location}.content"):
         if part["type"] != "text":
             raise malformed(where, "a response consists of text")
     return {**turn, "content": "".join(part["text"] for part in content)}

@@ -42,8 +42,8 @@ def serve_reward(arguments: Sequence[str]) -> None:
         service = _service(serving, config)
     except ValueError as error:
         sentence, files = " ".join(str(error).split()), read_config_files(arguments)
-        place = locate_refusal(sentence, ["LearnedReward"], files, arguments)
-        raise ConfigError(located(sentence, *place)) from error
+        location = locate_refusal(sentence, ["LearnedReward"], files, arguments)
+        raise ConfigError(located(sentence, *location)) from error
     ended_by = serving.serve(
         service,
         host=config.host,
@@ -122,8 +122,8 @@ def _service(serving: Any, config: Namespace) -> Any:
 
 def _function(config: Namespace) -> RewardFunction:
     if (config.model.source is None) == (config.reward is None):
-        given = "neither was given" if config.reward is None else "both were given"
-        raise ValueError(f"give model.source or reward, one of the two; {given}")
+        problem = "neither was given" if config.reward is None else "both were given"
+        raise ValueError(f"give model.source or reward, one of the two; {problem}")
     if config.model.source is not None:
         return LearnedReward(**vars(config.model))
     parser = Parser()

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from lrlhf.arguments import KeepsArguments
 from lrlhf.functional.names import unknown_name
-from lrlhf.modules.contracts import NamesMetrics
+from lrlhf.modules.contracts import ListsMetrics
 from lrlhf.run.atomic import TEMPORARY, atomic_link, check_room, remove, remove_unclaimed
 from lrlhf.run.checkpoints.background_saves import finish_saves, in_background, is_saving
 from lrlhf.run.checkpoints.checkpoint_reader import NotACheckpointError
 from lrlhf.run.checkpoints.checkpoint_search import (
-    Found,
+    FoundCheckpoint,
     newest_intact,
     places_in,
     ranking_states,
@@ -42,7 +42,7 @@ _logger = logging.getLogger(__name__)
 _REMOVED = "removed"
 
 
-def find_last(trainer: L.Trainer, folder: Path, name: str) -> Found:
+def find_last(trainer: L.Trainer, folder: Path, name: str) -> FoundCheckpoint:
     """Choose the checkpoint to go on from; rank zero lists them, and all ranks read them.
 
     The trainer asks before it sets anything up. That there are some and none is whole is an error.
@@ -54,25 +54,25 @@ def find_last(trainer: L.Trainer, folder: Path, name: str) -> Found:
     if trainer.state.fn == TrainerFn.FITTING:
         hold_folder(trainer, folder)
     tidy = trainer.is_global_zero and not is_held_by_another(folder)
-    found = newest_intact(folder, name, strategy, tidy=tidy)
-    if found.path is None and not found.passed:
+    checkpoint = newest_intact(folder, name, strategy, tidy=tidy)
+    if checkpoint.path is None and not checkpoint.passed:
         _logger.info("%s has no checkpoint yet: the run starts from the beginning", folder)
     else:
-        _used(found, folder, "leave out --ckpt_path to start from the beginning")
-    return found
+        _used(checkpoint, folder, "leave out --ckpt_path to start from the beginning")
+    return checkpoint
 
 
-def _used(found: Found, folder: Path, instead: str) -> Path:
+def _used(newest: FoundCheckpoint, folder: Path, instead: str) -> Path:
     """Return the checkpoint that is used, and say which ones were passed over for it."""
-    if found.path is None:
-        told = "; ".join(f"{path.name}: {flaw}" for path, flaw in found.passed.items())
+    if newest.path is None:
+        flaws = "; ".join(f"{path.name}: {flaw}" for path, flaw in newest.passed.items())
         raise NotACheckpointError(
-            f"{folder} has checkpoints, and none of them can be used: {told}. Restore one, or "
+            f"{folder} has checkpoints, and none of them can be used: {flaws}. Restore one, or "
             f"{instead}"
         )
-    for path, flaw in found.passed.items():
-        rank_zero_warn(f"{path} is passed over, and {found.path.name} is used: {flaw}")
-    return found.path
+    for path, flaw in newest.passed.items():
+        rank_zero_warn(f"{path} is passed over, and {newest.path.name} is used: {flaw}")
+    return newest.path
 
 
 def find_newest(folder: Path, name: str, word: str) -> Path:
@@ -84,10 +84,10 @@ def find_newest(folder: Path, name: str, word: str) -> Path:
         ValueError: There is none that ``ckpt_path``, which is ``word``, could stand for.
         NotACheckpointError: There are some, and none is whole.
     """
-    found = newest_intact(folder, name)
-    if found.path is None and not found.passed:
+    checkpoint = newest_intact(folder, name)
+    if checkpoint.path is None and not checkpoint.passed:
         raise ValueError(f"ckpt_path is {word}, and {folder} has no checkpoint")
-    return _used(found, folder, "name another one with --ckpt_path")
+    return _used(checkpoint, folder, "name another one with --ckpt_path")
 
 
 def find_best(folder: Path, name: str) -> Path:
@@ -134,8 +134,8 @@ def check_monitor(trainer: L.Trainer, module: L.LightningModule, monitor: str | 
         ValueError: There is no such metric; names the nearest, or there is no validation.
     """
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    own = {type(one).__module__.partition(".")[0] for one in (module, *callbacks)}
-    if own - {"lrlhf", "lightning"} or not isinstance(module, NamesMetrics):
+    own = {type(owner).__module__.partition(".")[0] for owner in (module, *callbacks)}
+    if own - {"lrlhf", "lightning"} or not isinstance(module, ListsMetrics):
         return
     fits = trainer.state.fn == TrainerFn.FITTING
     if not fits or monitor is None or not monitor.startswith("eval/"):
@@ -151,7 +151,7 @@ def check_monitor(trainer: L.Trainer, module: L.LightningModule, monitor: str | 
 
 
 def prepare_folder(
-    trainer: L.Trainer, folder: Path, found: Found, last: str, weights: Mapping[str, Any]
+    trainer: L.Trainer, folder: Path, newest: FoundCheckpoint, last: str, weights: Mapping[str, Any]
 ) -> None:
     """Tidy a folder up before checkpoints are written there, and see to it that they fit.
 
@@ -160,7 +160,7 @@ def prepare_folder(
     Args:
         trainer: What will write them.
         folder: Of the checkpoints.
-        found: What the run goes on from, and what is damaged.
+        newest: What the run goes on from, and what is damaged.
         last: Is to lead to what was found in its place; empty: nothing is.
         weights: Of the module.
 
@@ -170,10 +170,10 @@ def prepare_folder(
     refusal: OSError | None = None
     if trainer.is_global_zero:
         try:
-            rename_damaged(folder, found.damaged)
+            rename_damaged(folder, newest.damaged)
             remove_leftovers(folder)
-            if found.path and last and found.path.resolve() != Path(last).resolve():
-                atomic_link(Path(last), found.path)
+            if newest.path and last and newest.path.resolve() != Path(last).resolve():
+                atomic_link(Path(last), newest.path)
             check_room(folder, weights, "a checkpoint's weights")
         except OSError as error:  # the others wait to be told
             refusal = error
@@ -305,8 +305,8 @@ class RLCheckpoint(KeepsArguments, FindsLast, SavesOnTermination):
         self._newest_step = 0
         self._continued_at: int | None = None
         self._waits_for_validation = False
-        self._unsettled = False
-        self._found = Found(None, {}, ())
+        self._save_pending = False
+        self._resumed = FoundCheckpoint(None, {}, ())
         self._ranked_by_default = False
 
     # ------------------------------------------------------------------ set-up and resume
@@ -355,8 +355,8 @@ class RLCheckpoint(KeepsArguments, FindsLast, SavesOnTermination):
     def find_last(self, trainer: L.Trainer, folder: Path) -> Path | None:
         # Lightning's remark advises to configure another callback
         warnings.filterwarnings("ignore", message=r".*there is no last checkpoint available")
-        self._found = find_last(trainer, folder, self.CHECKPOINT_NAME_LAST)
-        return self._found.path
+        self._resumed = find_last(trainer, folder, self.CHECKPOINT_NAME_LAST)
+        return self._resumed.path
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._timed, self._step = time.monotonic(), trainer.global_step
@@ -368,7 +368,7 @@ class RLCheckpoint(KeepsArguments, FindsLast, SavesOnTermination):
         hold_folder(trainer, folder)
         weights = pl_module.state_dict(keep_vars=True)
         last = self.last_model_path if self.save_last else ""
-        prepare_folder(trainer, folder, self._found, last, weights)
+        prepare_folder(trainer, folder, self._resumed, last, weights)
         same = False
         if trainer.ckpt_path is not None and self.last_model_path:
             same = os.path.realpath(trainer.ckpt_path) == os.path.realpath(self.last_model_path)
@@ -417,8 +417,8 @@ class RLCheckpoint(KeepsArguments, FindsLast, SavesOnTermination):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        if self._unsettled and not is_saving(trainer.strategy):
-            self._settle(trainer)
+        if self._save_pending and not is_saving(trainer.strategy):
+            self._finish_save(trainer)
         if trainer.global_step == self._step:
             return  # a batch that only accumulated gradients, which no checkpoint holds
         self._step = trainer.global_step
@@ -473,7 +473,7 @@ class RLCheckpoint(KeepsArguments, FindsLast, SavesOnTermination):
         """Save ``last.ckpt`` unless this step has been saved, by this process or the one before."""
         if trainer.global_step != self._continued_at and not self._is_out_of_place(trainer):
             self._keep_last(trainer)
-        self._settle(trainer)
+        self._finish_save(trainer)
 
     @property
     def _by_epoch(self) -> bool:
@@ -505,7 +505,7 @@ class RLCheckpoint(KeepsArguments, FindsLast, SavesOnTermination):
         """Save a checkpoint, unless better ones leave no place for it, and remove what it beats."""
         if self.save_top_k == 0:
             return
-        self._settle(trainer)
+        self._finish_save(trainer)
         now = {"epoch": trainer.current_epoch, "step": trainer.global_step}
         metrics = trainer.callback_metrics | {k: torch.tensor(v) for k, v in now.items()}
         replaced = self.best_model_path
@@ -541,7 +541,7 @@ class RLCheckpoint(KeepsArguments, FindsLast, SavesOnTermination):
             self._save(trainer, self.last_model_path or self._name_last(trainer))
 
     def _save(self, trainer: L.Trainer, path: str) -> None:
-        self._settle(trainer)
+        self._finish_save(trainer)
         if self.save_last and not self.last_model_path:
             # before the checkpoint is made, which is to know the name
             self.last_model_path = self._name_last(trainer)
@@ -553,19 +553,19 @@ class RLCheckpoint(KeepsArguments, FindsLast, SavesOnTermination):
         self._newest, self._newest_step = path, trainer.global_step
         if self._by_epoch:
             self._timed = time.monotonic()
-        self._unsettled = True
+        self._save_pending = True
         if not is_saving(trainer.strategy):
-            self._settle(trainer)
+            self._finish_save(trainer)
 
-    def _settle(self, trainer: L.Trainer) -> None:
+    def _finish_save(self, trainer: L.Trainer) -> None:
         """Do what follows a save when it is on the disk, which is waited for."""
-        unsettled, self._unsettled = self._unsettled, False
+        pending, self._save_pending = self._save_pending, False
         try:
             finish_saves(trainer.strategy)
         except Exception:
             self._newest, self._newest_step = "", 0  # it is not there
             raise
-        if not unsettled:
+        if not pending:
             return
         if self.save_last and self._folder is not None and self._newest != self.last_model_path:
             call_last(trainer, Path(self.last_model_path), Path(self._newest))
@@ -596,7 +596,7 @@ class RLCheckpoint(KeepsArguments, FindsLast, SavesOnTermination):
         """Tell whether a checkpoint stays: it lies elsewhere, or the run was resumed from it."""
         if self._folder is None:
             return False
-        place, chosen = Path(path).absolute(), trainer.ckpt_path
-        if chosen is not None and self._found.path is None and Path(chosen).absolute() == place:
+        file, chosen = Path(path).absolute(), trainer.ckpt_path
+        if chosen is not None and self._resumed.path is None and Path(chosen).absolute() == file:
             return True
-        return self._folder.absolute() not in place.parents
+        return self._folder.absolute() not in file.parents

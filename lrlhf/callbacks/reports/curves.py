@@ -43,8 +43,8 @@ class Curve(NamedTuple):
     def finite(self) -> Curve:
         """Return the curve without steps whose value is NaN or infinite."""
         pairs = zip(self.steps, self.values, strict=True)
-        kept = {step: value for step, value in pairs if math.isfinite(value)}
-        return Curve(self.name, list(kept), list(kept.values()))
+        points = {step: value for step, value in pairs if math.isfinite(value)}
+        return Curve(self.name, list(points), list(points.values()))
 
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:
@@ -112,8 +112,8 @@ def draw_panels(
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes in grid.flat[len(shown) :]:
         axes.set_visible(False)
-    for axes, (name, found) in zip(grid.flat, shown.items(), strict=False):
-        for number, run, curve in found:
+    for axes, (name, series) in zip(grid.flat, shown.items(), strict=False):
+        for number, run, curve in series:
             colour = _COLOURS[number % len(_COLOURS)]
             marker = "o" if len(curve.steps) < 15 else None
             draw = partial(axes.plot, color=colour, linewidth=1.6, marker=marker, markersize=3.5)
@@ -222,7 +222,7 @@ def strip(media: Media, *, side: int = 256) -> Image.Image:
         media: Of one row.
         side: Pixels of the square that each is fitted into.
     """
-    shown = [ImageOps.pad(one.convert("RGB"), (side, side)) for one in _pictures(media)]
+    shown = [ImageOps.pad(each.convert("RGB"), (side, side)) for each in _pictures(media)]
     page = Image.new("RGB", ((side + _GAP) * len(shown) - _GAP, side), "white")
     for number, one in enumerate(shown):
         page.paste(one, (number * (side + _GAP), 0))
@@ -231,11 +231,11 @@ def strip(media: Media, *, side: int = 256) -> Image.Image:
 
 def stack(strips: list[Image.Image]) -> Image.Image:
     """Put pictures below each other."""
-    size = max(one.width for one in strips), sum(one.height + _GAP for one in strips) - _GAP
+    size = max(item.width for item in strips), sum(one.height + _GAP for one in strips) - _GAP
     page, top = Image.new("RGB", size, "white"), 0
-    for one in strips:
-        page.paste(one, (0, top))
-        top += one.height + _GAP
+    for each in strips:
+        page.paste(each, (0, top))
+        top += each.height + _GAP
     return page
 
 

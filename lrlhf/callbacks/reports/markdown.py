@@ -30,6 +30,6 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def fenced(text: str, language: str) -> str:
     """Draw a block of code that nothing inside it can end."""
-    longest = max((len(found) for found in _FENCES.findall(text)), default=2)
+    longest = max((len(run) for run in _FENCES.findall(text)), default=2)
     fence = "`" * (longest + 1)
     return f"{fence}{language}\n{escaped(text).rstrip()}\n{fence}"

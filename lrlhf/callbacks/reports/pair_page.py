@@ -87,9 +87,9 @@ def draw_pairs(path: Path, pairs: Sequence[_Pair]) -> None:
     for index, (first, second, lines) in enumerate(pairs):
         row, column = divmod(index, columns)
         left, top = column * width + _GAP, row * height + _GAP
-        for one, place in ((first, left), (second, left + _SIDE + _GAP)):
+        for one, x in ((first, left), (second, left + _SIDE + _GAP)):
             shown = ImageOps.pad(one.convert("RGB"), (_SIDE, _SIDE), color="white")
-            page.paste(shown, (place, top))
+            page.paste(shown, (x, top))
         for number, (text, colour) in enumerate(lines):
             draw.text((left, top + _SIDE + _LINE * number), text, fill=colour, font_size=11)
     with atomic_write(path) as handle:

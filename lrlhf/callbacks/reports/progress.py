@@ -65,8 +65,8 @@ class PhaseProgress(KeepsArguments, TQDMProgressBar, RolloutListener):
         super().__init__(refresh_rate=refresh_rate)
         self.metrics = metrics
         self.plain = not sys.stdout.isatty() if plain is None else plain
-        self._says = refresh_rate > 0
-        self._prints = self.plain and self._says
+        self._reports = refresh_rate > 0
+        self._prints = self.plain and self._reports
         self._seconds: dict[str, float] = {}
         self._phase = ""
         self._phase_start = 0.0
@@ -77,18 +77,18 @@ class PhaseProgress(KeepsArguments, TQDMProgressBar, RolloutListener):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        shows = self._says and trainer.is_global_zero
+        shows = self._reports and trainer.is_global_zero
         if stage == "fit" and shows and isinstance(pl_module, Exportable):
             for role, model in pl_module.trainable_models().items():
                 _say([f"{role}: {_described(model)}"])
 
     def disable(self) -> None:
         """Show nothing: what Lightning asks of the ranks other than zero."""
-        self._says = self._prints = False
+        self._reports = self._prints = False
         super().disable()
 
     def enable(self) -> None:
-        self._says, self._prints = True, self.plain
+        self._reports, self._prints = True, self.plain
         if not self.plain:
             super().enable()
 
@@ -139,8 +139,8 @@ class PhaseProgress(KeepsArguments, TQDMProgressBar, RolloutListener):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)
         # `lrlhf validate` ends with a table of its own
-        beside_bar = self._says and trainer.state.fn == TrainerFn.FITTING
-        if self._prints or beside_bar:
+        next_to_bar = self._reports and trainer.state.fn == TrainerFn.FITTING
+        if self._prints or next_to_bar:
             step = model_step(trainer)
             title = f"eval at step {step}"
             if trainer.sanity_checking and not is_evaluation(trainer):
@@ -161,10 +161,10 @@ class PhaseProgress(KeepsArguments, TQDMProgressBar, RolloutListener):
         self.val_progress_bar.write(_GAP.join(_fitting(words, min(_MAX_WIDTH, columns - 1))))
 
     def _shown(self, trainer: L.Trainer) -> dict[str, str]:
-        logged, wanted = trainer.callback_metrics, self.metrics
-        if wanted is None:
-            wanted = _OF_POLICIES if _OF_POLICIES.keys() & logged.keys() else _OF_OTHERS
-        return {label: short(logged[key]) for key, label in wanted.items() if key in logged}
+        logged, names = trainer.callback_metrics, self.metrics
+        if names is None:
+            names = _OF_POLICIES if _OF_POLICIES.keys() & logged.keys() else _OF_OTHERS
+        return {label: short(logged[key]) for key, label in names.items() if key in logged}
 
 
 def _described(model: nn.Module) -> str:
@@ -211,8 +211,8 @@ def _has_interval(name: str, logged: Mapping[str, Tensor]) -> bool:
 def _fitting(words: list[str], width: int) -> list[str]:
     """Leave out the last words of a line that is too long; the loggers have them all."""
     ends = accumulate(len(word) + len(_GAP) for word in words)
-    kept = [word for word, end in zip(words, ends, strict=True) if end <= width]
-    return words if len(kept) == len(words) else [*kept, "…"]
+    fitting = [word for word, end in zip(words, ends, strict=True) if end <= width]
+    return words if len(fitting) == len(words) else [*fitting, "…"]
 
 
 def _say(words: list[str]) -> None:

@@ -96,7 +96,7 @@ def render(
     table.add_column("tokens", justify="right", no_wrap=True)
     for record, answer in zip(records, known, strict=True):
         cells = [
-            _end_of(_asked(record, short=True), max_chars),
+            _end_of(_prompt_text(record, short=True), max_chars),
             *([_end_of(answer[1] if answer else "-", max_chars // 4)] if headings else []),
             _middle_cut(_text(record["completion"]), max_chars),
             _score(record),
@@ -131,8 +131,8 @@ def send(
         media: What each record shows; a table has pictures where one of its records has some.
             TensorBoard, whose tables hold none, gets them below each other under ``<key>/images``.
     """
-    shown = [None if one is None else strip(one) for one in media or [None] * len(records)]
-    pictures = [one for one in shown if one is not None]
+    shown = [None if each is None else strip(each) for each in media or [None] * len(records)]
+    pictures = [picture for picture in shown if picture is not None]
     columns = ["step", *_COLUMNS, *(["images"] if pictures else [])]
     rows = [
         [step, *_typed(record, answers), *([shown[index]] if pictures else [])]
@@ -160,7 +160,7 @@ def _with(image: Callable[[Image.Image], Any], rows: Sequence[Sequence[Any]]) ->
 # ---- what a record says
 
 
-def _asked(record: Mapping[str, Any], *, short: bool) -> str:
+def _prompt_text(record: Mapping[str, Any], *, short: bool) -> str:
     """What the policy answered to; of a chat the turns without the system prompt.
 
     Args:
@@ -175,13 +175,13 @@ def _asked(record: Mapping[str, Any], *, short: bool) -> str:
     *earlier, last = turns
     if not earlier and last["role"] == "user":
         return _content(last["content"])
-    said = [(turn["role"], _content(turn["content"])) for turn in earlier]
+    messages = [(turn["role"], _content(turn["content"])) for turn in earlier]
     if short:
-        said = [(role, _beginning(" ".join(text.split()))) for role, text in said]
-    return "\n".join(f"{role}: {text}" for role, text in (*said, _said(last)))
+        messages = [(role, _beginning(" ".join(text.split()))) for role, text in messages]
+    return "\n".join(f"{role}: {text}" for role, text in (*messages, _turn_text(last)))
 
 
-def _said(turn: Mapping[str, Any]) -> tuple[str, str]:
+def _turn_text(turn: Mapping[str, Any]) -> tuple[str, str]:
     return turn["role"], _content(turn["content"])
 
 
@@ -272,7 +272,7 @@ def _typed(record: Mapping[str, Any], answers: Mapping[str, str] | None) -> tupl
     """Cells of W&B, which sorts numbers as numbers; in the order of the columns."""
     answer = _answer(record, answers)
     return (
-        _asked(record, short=False),
+        _prompt_text(record, short=False),
         answer and answer[1],
         _text(record.get("episode") or record["completion"]),
         record["score"],

@@ -92,14 +92,14 @@ class RunReport(KeepsArguments, L.Callback):
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.is_global_zero:
             return
-        places = _places(trainer)
+        folders = _places(trainer)
         try:
-            places |= self._draw(trainer)
+            folders |= self._draw(trainer)
         except ImportError as error:
             rank_zero_warn(f"there are no pictures of curves: {error}")
         lines = self._reached(trainer)
-        lines += _listed({name: short_path(path) for name, path in places.items()})
-        if commands := _commands(trainer, places):
+        lines += _listed({name: short_path(path) for name, path in folders.items()})
+        if commands := _commands(trainer, folders):
             lines += ["next:", *_listed(commands)]
         # not the module's, which asks the progress bar: a bar that has ended prints nothing
         trainer.print(escaped("\n".join(["", *lines])))
@@ -159,7 +159,7 @@ def short_path(path: Path) -> str:
     return str(path.relative_to(here) if here in path.parents else path)
 
 
-def _commands(trainer: L.Trainer, places: Mapping[str, Path]) -> dict[str, str]:
+def _commands(trainer: L.Trainer, folders: Mapping[str, Path]) -> dict[str, str]:
     """What one may type next, as far as the files for it are there."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     saved = (callback for callback in callbacks if isinstance(callback, SaveConfigCallback))
@@ -167,17 +167,17 @@ def _commands(trainer: L.Trainer, places: Mapping[str, Path]) -> dict[str, str]:
     commands: dict[str, str] = {}
     if configs and configs[0].is_file():
         commands["look at it"] = f"lrlhf inspect {shlex.quote(short_path(configs[0].parent))}"
-    if _RESUMED in places and configs and configs[0].is_file():
+    if _RESUMED in folders and configs and configs[0].is_file():
         config = shlex.quote(short_path(configs[0]))
-        last = shlex.quote(short_path(places[_RESUMED]))
+        last = shlex.quote(short_path(folders[_RESUMED]))
         if more := _twice_as_long(trainer):
             commands["train on"] = f"lrlhf fit --config {config} --ckpt_path last {more}"
         if any(trainer.num_val_batches):
             commands["evaluate"] = f"lrlhf validate --config {config} --ckpt_path {last}"
-        if _EXPORTED not in places:
+        if _EXPORTED not in folders:
             commands["export"] = f"lrlhf export --config {config} --ckpt_path {last} --output DIR"
-    if _EXPORTED in places and isinstance(trainer.lightning_module, SamplesResponses):
-        commands["talk to it"] = f"lrlhf chat {shlex.quote(short_path(places[_EXPORTED]))}"
+    if _EXPORTED in folders and isinstance(trainer.lightning_module, SamplesResponses):
+        commands["talk to it"] = f"lrlhf chat {shlex.quote(short_path(folders[_EXPORTED]))}"
     return commands
 
 
@@ -230,24 +230,24 @@ def _targets(trainer: L.Trainer) -> dict[str, float]:
 
 def _places(trainer: L.Trainer) -> dict[str, Path]:
     """What the run has left on disk, by what it is."""
-    places: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
     for logger in trainer.loggers:
         if isinstance(logger, CSVLogger):
-            places["metrics (CSV)"] = Path(logger.log_dir) / "metrics.csv"
+            folders["metrics (CSV)"] = Path(logger.log_dir) / "metrics.csv"
         elif isinstance(logger, TensorBoardLogger):
-            places["metrics (TensorBoard)"] = Path(logger.log_dir)
+            folders["metrics (TensorBoard)"] = Path(logger.log_dir)
         elif isinstance(logger, WandbLogger):
-            places["metrics (W&B)"] = Path(logger.experiment.dir).parent
+            folders["metrics (W&B)"] = Path(logger.experiment.dir).parent
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, RolloutLog) and callback.path is not None:
-            places["rollouts"] = callback.path
+            folders["rollouts"] = callback.path
         elif isinstance(callback, EvalJSONL) and callback.paths:
-            places["evaluations"] = callback.paths[-1]
+            folders["evaluations"] = callback.paths[-1]
         elif isinstance(callback, HFExport) and callback.last_export is not None:
-            places[_EXPORTED] = callback.last_export
+            folders[_EXPORTED] = callback.last_export
         elif isinstance(callback, ModelCheckpoint):
-            places |= _checkpoints(callback)
-    return places
+            folders |= _checkpoints(callback)
+    return folders
 
 
 def _checkpoints(callback: ModelCheckpoint) -> dict[str, Path]:

@@ -15,7 +15,7 @@ from huggingface_hub.constants import HF_HUB_OFFLINE
 
 from lrlhf.cli.checks.mistake import MistakeError
 from lrlhf.cli.checks.models import TrainedModel
-from lrlhf.cli.config_entries import class_of, is_a, is_ours, options_of
+from lrlhf.cli.config_entries import class_of, is_a, is_lrlhf, options_of
 from lrlhf.datamodules import HubSource, Source, TextDataModule, Weighted
 from lrlhf.datamodules.core import HasTexts
 from lrlhf.datamodules.loading.sources import resolve_source
@@ -45,7 +45,7 @@ class _PromptLike(Protocol):
 
 
 @dataclass(frozen=True)
-class LookedAt:
+class CheckedRows:
     """What the first rows tell."""
 
     splits: Sequence[FirstRows[Any]]
@@ -66,13 +66,13 @@ def check_sources(data: Any) -> None:
         return
     options = options_of(data)
     for name in _ENTRIES:
-        for given in _given_as_text(options.get(name)):
+        for entry in [source for source in _sources(options.get(name)) if isinstance(source, str)]:
             try:
-                for source in resolve_source(given):
+                for source in resolve_source(entry):
                     if isinstance(source, HubSource) and HF_HUB_OFFLINE:
                         source.prepare()  # from the cache, or not at all
             except ValueError as error:
-                raise MistakeError(("data", name), str(error), value=given) from error
+                raise MistakeError(("data", name), str(error), value=entry) from error
 
 
 def taken_from(model: Any, trained: TrainedModel, vocabulary: int | None = None) -> SimpleNamespace:
@@ -102,7 +102,7 @@ def check_rows(
     trained: TrainedModel | None,
     vocabulary: int | None,
     build: Callable[[], L.LightningDataModule],
-) -> LookedAt | None:
+) -> CheckedRows | None:
     """Refuse data whose first rows cannot be used.
 
     Args:
@@ -115,7 +115,7 @@ def check_rows(
     Returns:
         What was seen; None: the rows cannot be had yet, or are of a kind that is not known.
     """
-    if trained is None or not (is_ours(data) and is_a(data, TextDataModule)):
+    if trained is None or not (is_lrlhf(data) and is_a(data, TextDataModule)):
         return None
     options = options_of(data)
     if not all(_is_here(source) for name in _ENTRIES for source in _sources(options.get(name))):
@@ -133,7 +133,7 @@ def check_rows(
         len(text.input_ids) for row in rows if isinstance(row, HasTexts) for text in row.texts
     ]
     columns = [row.columns for row in splits[0].rows if isinstance(row, _PromptLike)]
-    return LookedAt(splits, frozenset().union(*columns), max(lengths, default=0))
+    return CheckedRows(splits, frozenset().union(*columns), max(lengths, default=0))
 
 
 def check_reward_columns(model: Any, columns: frozenset[str]) -> list[str] | None:
@@ -143,18 +143,18 @@ def check_reward_columns(model: Any, columns: frozenset[str]) -> list[str] | Non
         The columns that the functions read; None: there are no rewards, or not of a known kind.
     """
     entry = options_of(model).get("rewards")
-    if not is_ours(entry):
+    if not is_lrlhf(entry):
         return None
     metrics = options_of(options_of(model).get("evaluation")).get("metrics")
     places = {("rewards", "functions"): options_of(entry)}
     places["evaluation", "metrics"] = {"functions": metrics}
-    asked = [
+    required = [
         (column, name, ("model", *place))
         for place, functions in places.items()
         for column, name in _needed_columns(functions)
     ]
     plays = options_of(model).get("episodes") is not None
-    for column, name, place in asked:
+    for column, name, place in required:
         if column in OF_EPISODES and not plays:
             raise MistakeError(
                 place,
@@ -172,7 +172,7 @@ def check_reward_columns(model: Any, columns: frozenset[str]) -> list[str] | Non
             f"{', '.join(sorted(columns)) or 'none'})",
             value=name,
         )
-    return sorted({column for column, _, _ in asked} - _ALWAYS - {*OF_EPISODES})
+    return sorted({column for column, _, _ in required} - _ALWAYS - {*OF_EPISODES})
 
 
 def check_environment_columns(model: Any, columns: frozenset[str]) -> None:
@@ -183,15 +183,15 @@ def check_environment_columns(model: Any, columns: frozenset[str]) -> None:
         if not isinstance(path, str):
             continue
         try:
-            found = import_value(option, path, ())
+            environment = import_value(option, path, ())
         except ValueError as error:
             raise MistakeError(place, str(error), value=path) from error
-        taken, name, own = _of_signature(found), f"{path}()", _OF_AGENTS
+        arguments, name, own = _of_signature(environment), f"{path}()", _OF_AGENTS
         if option == "environment":
-            reset = getattr(found, "reset", None)
-            taken = [] if reset is None else _of_signature(reset)[1:]
+            reset = getattr(environment, "reset", None)
+            arguments = [] if reset is None else _of_signature(reset)[1:]
             name, own = f"{path}.reset()", frozenset()
-        for column in taken:
+        for column in arguments:
             if column not in columns | {"prompt", "seed"} | own:
                 raise MistakeError(
                     place,
@@ -240,7 +240,7 @@ def _of_signature(function: Any) -> list[str]:
         return []
     own = parameters[1:] if isinstance(function, type) else parameters
     by_keyword = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [one.name for one in own if one.kind in by_keyword and one.default is one.empty]
+    return [each.name for each in own if each.kind in by_keyword and each.default is each.empty]
 
 
 def _sources(entries: Any) -> list[Any]:
@@ -248,7 +248,7 @@ def _sources(entries: Any) -> list[Any]:
     if is_named(entries) and "class_path" not in entries:
         if set(entries) <= {"source", "options"}:  # one of the sets
             return _sources(entries["source"])
-        return [source for one in entries.values() for source in _sources(one)]
+        return [source for each in entries.values() for source in _sources(each)]
     listed = entries if isinstance(entries, list) else [] if entries is None else [entries]
     return [
         options_of(entry)["source"]
@@ -260,30 +260,26 @@ def _sources(entries: Any) -> list[Any]:
     ]
 
 
-def _given_as_text(entries: Any) -> list[str]:
-    return [source for source in _sources(entries) if isinstance(source, str)]
-
-
 def _is_here(source: Any) -> bool:
     """Whether rows can be had at once: from files, or from a class of ours that makes them."""
     if isinstance(source, str):
-        found: Sequence[Source] = resolve_source(source)
-        return HF_HUB_OFFLINE or not any(isinstance(one, HubSource) for one in found)
+        resolved: Sequence[Source] = resolve_source(source)
+        return HF_HUB_OFFLINE or not any(isinstance(one, HubSource) for one in resolved)
     kind = class_of(source)
-    makes_them = is_ours(source) and kind is not None and issubclass(kind, Source)
+    makes_them = is_lrlhf(source) and kind is not None and issubclass(kind, Source)
     if not makes_them or getattr(kind, "prepare", None) is not Source.prepare:
         return False
-    nested = [one for one in options_of(source).values() if isinstance(one, Mapping)]
-    return all(map(is_ours, (one for one in nested if "class_path" in one)))
+    nested = [each for each in options_of(source).values() if isinstance(each, Mapping)]
+    return all(map(is_lrlhf, (item for item in nested if "class_path" in item)))
 
 
-def check_reward_templates(model: Any, seen: LookedAt) -> None:
+def check_reward_templates(model: Any, seen: CheckedRows) -> None:
     """Refuse a reward model that is to read chats and has no chat template.
 
     Of the reward model only the tokenizer is loaded.
     """
     rewards = options_of(model).get("rewards")
-    if not is_ours(rewards):
+    if not is_lrlhf(rewards):
         return
     functions = options_of(rewards).get("functions") or []
     rows = [row for split in seen.splits for row in split.rows]

@@ -13,7 +13,7 @@ import psutil
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from lrlhf.cli.checks.mistake import MistakeError
-from lrlhf.cli.config_entries import class_of, is_a, is_ours, options_of, spec_of
+from lrlhf.cli.config_entries import class_of, is_a, is_lrlhf, options_of, spec_of
 from lrlhf.cli.run_sizes import processes
 from lrlhf.media import MediaProcessor
 from lrlhf.models import (
@@ -33,7 +33,7 @@ from lrlhf.modules import DPO
 
 _TRAINED: Mapping[str, type[PretrainedSpec]] = {"policy": CausalLM, "model": ScoreModel}
 """Options of the modules with what they train, and what a plain source is there."""
-_BESIDE: Mapping[str, type[PretrainedSpec]] = {
+_FURTHER_MODELS: Mapping[str, type[PretrainedSpec]] = {
     "reference": CausalLM,
     "teacher": CausalLM,
     "critic": ValueModel,
@@ -49,7 +49,7 @@ class TrainedModel:
     spec: PretrainedSpec
     config: PreTrainedConfig
 
-    beside: tuple[TrainedModel, ...] = ()
+    further: tuple[TrainedModel, ...] = ()
     """References and critics of their own, which read the same texts."""
 
     @property
@@ -59,11 +59,11 @@ class TrainedModel:
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Load the tokenizer; a GGUF file is not converted for it."""
-        found = _unconverted(self.spec.source)
-        if found is None:
+        path = _unconverted(self.spec.source)
+        if path is None:
             return self.spec.load_tokenizer()
         read: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            found.parent, gguf_file=found.name
+            path.parent, gguf_file=path.name
         )
         return read
 
@@ -89,24 +89,24 @@ def check_models(model: Any) -> TrainedModel | None:
     Returns:
         What is known of the model that is trained; None: the module is not one of this library's.
     """
-    if not is_ours(model):
+    if not is_lrlhf(model):
         return None
     options = options_of(model)
-    trained, beside = None, []
+    trained, further = None, []
     for name, kind in _TRAINED.items():
         if options.get(name) is not None:
             trained = _look_at(("model", name), _spec(options[name], kind))
-    for group, kind in _BESIDE.items():
+    for group, kind in _FURTHER_MODELS.items():
         key: tuple[str, ...] = ("model", group, "model")
         entry = options_of(options.get(group)).get("model")
         if is_a(model, DPO) and group == "reference":
             key, entry = ("model", group), options.get(group)
         if entry is not None:
             looked_at = _look_at(key, _spec(entry, kind))
-            beside += [looked_at] if group != "teacher" else []  # which compares lengths itself
+            further += [looked_at] if group != "teacher" else []  # which compares lengths itself
     for source in _reward_sources(options):
-        _found(("model", "rewards", "functions", "source"), source)
-    return trained and replace(trained, beside=tuple(beside))
+        _check_location(("model", "rewards", "functions", "source"), source)
+    return trained and replace(trained, further=tuple(further))
 
 
 def check_built(trained: TrainedModel | None) -> int | None:
@@ -118,11 +118,11 @@ def check_built(trained: TrainedModel | None) -> int | None:
     if trained is None:
         return None
     limits = None
-    for one in (trained, *trained.beside):
+    for each in (trained, *trained.further):
         try:
-            model = skeleton(one.spec, body=not isinstance(one.spec, CausalLM))
+            model = skeleton(each.spec, body=not isinstance(each.spec, CausalLM))
         except ValueError as error:
-            raise MistakeError(one.key, str(error), value=one.spec.source) from error
+            raise MistakeError(each.key, str(error), value=each.spec.source) from error
         limits = limits or TextLimits.of(model)
     return None if limits is None else limits.vocabulary
 
@@ -133,7 +133,7 @@ def _spec(entry: Any, kind: type[PretrainedSpec]) -> PretrainedSpec:
 
 
 def _look_at(key: tuple[str, ...], spec: PretrainedSpec) -> TrainedModel:
-    _found(key, spec.source)
+    _check_location(key, spec.source)
     try:
         if _unconverted(spec.source) is None:
             return TrainedModel(key, spec, load_config(spec.source, **spec.of_hub))
@@ -142,7 +142,7 @@ def _look_at(key: tuple[str, ...], spec: PretrainedSpec) -> TrainedModel:
         raise MistakeError(key, str(error), value=spec.source) from error
 
 
-def _found(key: tuple[str, ...], source: str) -> None:
+def _check_location(key: tuple[str, ...], source: str) -> None:
     try:
         locate(source)
     except ValueError as error:
@@ -150,25 +150,25 @@ def _found(key: tuple[str, ...], source: str) -> None:
 
 
 def _is_gguf(source: str) -> bool:
-    found = locate(source)
-    return isinstance(found, Path) and found.suffix == ".gguf"
+    path = locate(source)
+    return isinstance(path, Path) and path.suffix == ".gguf"
 
 
 @functools.cache
 def _unconverted(source: str) -> Path | None:
     """Return the GGUF file of a source that no run has converted yet; None: it is none such."""
-    found = locate(source)
-    if isinstance(found, str) or found.suffix != ".gguf" or converted_folder(found).is_dir():
+    path = locate(source)
+    if isinstance(path, str) or path.suffix != ".gguf" or converted_folder(path).is_dir():
         return None
-    return found
+    return path
 
 
 def _reward_sources(options: Mapping[str, Any]) -> Iterator[str]:
-    if not is_ours(options.get("rewards")):
+    if not is_lrlhf(options.get("rewards")):
         return
     functions = options_of(options["rewards"]).get("functions") or []
     for entry in functions.values() if isinstance(functions, Mapping) else functions:
-        if isinstance(entry, Mapping) and is_ours(entry):
+        if isinstance(entry, Mapping) and is_lrlhf(entry):
             source = options_of(entry).get("source")
             if isinstance(source, str):
                 yield source

@@ -14,7 +14,7 @@ import lrlhf.datamodules
 from lrlhf.callbacks import KLControl
 from lrlhf.callbacks.kl_control import NOTHING_TO_ADAPT
 from lrlhf.cli.checks.data_rows import (
-    LookedAt,
+    CheckedRows,
     check_environment_columns,
     check_reward_columns,
     check_reward_templates,
@@ -35,7 +35,7 @@ from lrlhf.cli.checks.trainer_options import (
     check_wandb,
     entries_of,
 )
-from lrlhf.cli.config_entries import class_of, is_a, is_ours, options_of
+from lrlhf.cli.config_entries import class_of, is_a, is_lrlhf, options_of
 from lrlhf.cli.run_sizes import has_batch_plan, planned_batches, processes, training_steps
 from lrlhf.datamodules import RowDataModule
 from lrlhf.datamodules.loading.splits import FirstRows
@@ -93,7 +93,7 @@ def check_run(sections: dict[str, Any], parts: Parts, *, trains: bool) -> Iterat
         _tried(check_hub, trainer)
         _tried(check_length, trainer)
         _tried(check_replaced, trainer, model)
-        _tried(check_texts_beside, model, data)
+        _tried(check_pretraining_texts, model, data)
     _tried(check_batches, model, data)
     ranks = _tried(processes, trainer)
     _tried(check_engine, model, ranks)
@@ -166,7 +166,7 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{ending}"
 
 
-def _of_rows(seen: LookedAt) -> Iterator[str]:
+def _of_rows(seen: CheckedRows) -> Iterator[str]:
     for split in seen.splits:
         first = "all" if split.complete else "the first"
         yield (
@@ -186,24 +186,24 @@ def check_batches(model: Any, data: Any) -> None:
     if data is None:
         owner = class_of(model)
         own = getattr(owner, "train_dataloader", None)
-        if is_ours(model) and own is L.LightningModule.train_dataloader:
-            kinds = " or ".join(_modules_with(_batches_taken(owner))) or "one"
+        if is_lrlhf(model) and own is L.LightningModule.train_dataloader:
+            kinds = " or ".join(_modules_with(_accepted_batches(owner))) or "one"
             raise MistakeError(("data",), f"there is no data module; give {kinds}")
         return
-    taken, given = _batches_taken(class_of(model)), _batch_given(class_of(data))
-    if not taken or given is None or issubclass(given, taken):
+    accepted, produced = _accepted_batches(class_of(model)), _produced_batch(class_of(data))
+    if not accepted or produced is None or issubclass(produced, accepted):
         return
-    fitting = _modules_with(taken)
+    fitting = _modules_with(accepted)
     raise MistakeError(
         ("data",),
-        f"{_class_name(model)} takes {' or '.join(map(_kind_of_batch, taken))}, and "
-        f"{_class_name(data)} gives {_kind_of_batch(given)}"
+        f"{_class_name(model)} takes {' or '.join(map(_kind_of_batch, accepted))}, and "
+        f"{_class_name(data)} gives {_kind_of_batch(produced)}"
         + (f"; use {' or '.join(fitting)}" if fitting else ""),
         value=str(data["class_path"]),
     )
 
 
-def check_texts_beside(model: Any, data: Any) -> None:
+def check_pretraining_texts(model: Any, data: Any) -> None:
     """Refuse pretraining texts without a weight, and a weight without texts."""
     update, options = options_of(options_of(model).get("update")), options_of(data)
     if "pretraining_coef" not in update or "pretraining" not in options:
@@ -225,7 +225,7 @@ def check_engine(model: Any, ranks: Quantity | None) -> None:
         ranks: Processes of the run; None: not known.
     """
     options = options_of(model)
-    if not (is_ours(model) and "engine" in options):
+    if not (is_lrlhf(model) and "engine" in options):
         return
     engine = options["engine"]
     if options.get("max_staleness") and engine is None:
@@ -296,7 +296,7 @@ def check_sizes(model: Any, data: Any, ranks: Quantity) -> BatchPlan | None:
         The sizes of an iteration; None: the module has none.
     """
     options, batch_size = options_of(model), options_of(data).get("batch_size")
-    if not (is_ours(model) and has_batch_plan(options) and isinstance(batch_size, int)):
+    if not (is_lrlhf(model) and has_batch_plan(options) and isinstance(batch_size, int)):
         return None
     try:
         return planned_batches(batch_size, model, ranks)
@@ -339,7 +339,7 @@ def check_interval(
 
 
 def check_context(
-    settings: PolicySettings | None, data: Any, trained: TrainedModel, seen: LookedAt | None
+    settings: PolicySettings | None, data: Any, trained: TrainedModel, seen: CheckedRows | None
 ) -> str:
     """Refuse texts that are longer than what the model was made for.
 
@@ -354,10 +354,10 @@ def check_context(
         tokens, origin = (
             (seen.longest, f"the longest {what} looked at") if seen else (1, "a prompt")
         )
-    for one in (trained, *trained.beside):
+    for trained_model in (trained, *trained.further):
         limits = TextLimits(
-            source=one.spec.source,
-            context=one.context,
+            source=trained_model.spec.source,
+            context=trained_model.context,
             response=responses,
             option=f"model.{option}",
         )
@@ -377,7 +377,7 @@ def _validates(data: Any) -> bool:
     return any(options.get(name) for name in ("val", "val_size", "val_fraction"))
 
 
-def _batches_taken(module: type | None) -> tuple[type, ...]:
+def _accepted_batches(module: type | None) -> tuple[type, ...]:
     """The classes of batches by the annotation of ``training_step``; none: not known."""
     try:
         hint = typing.get_type_hints(getattr(module, "training_step", None)).get("batch")
@@ -387,7 +387,7 @@ def _batches_taken(module: type | None) -> tuple[type, ...]:
     return kinds if all(isinstance(kind, type) and _kind_of_batch(kind) for kind in kinds) else ()
 
 
-def _batch_given(data: type | None) -> type | None:
+def _produced_batch(data: type | None) -> type | None:
     """The class of a data module's batches, by what it says of its base; None: not known."""
     for base in data.__mro__ if data is not None else ():
         for generic in vars(base).get("__orig_bases__", ()):
@@ -398,12 +398,12 @@ def _batch_given(data: type | None) -> type | None:
     return None
 
 
-def _modules_with(taken: tuple[type, ...]) -> list[str]:
+def _modules_with(accepted: tuple[type, ...]) -> list[str]:
     """Name the data modules of this library with such batches."""
     modules = (getattr(lrlhf.datamodules, name) for name in lrlhf.datamodules.__all__)
     kinds = [kind for kind in modules if isinstance(kind, type)]
-    given = {kind.__name__: _batch_given(kind) for kind in kinds}
-    return [name for name, batch in given.items() if batch and issubclass(batch, taken)]
+    batches = {kind.__name__: _produced_batch(kind) for kind in kinds}
+    return [name for name, batch in batches.items() if batch and issubclass(batch, accepted)]
 
 
 def _kind_of_batch(batch: type) -> str:

@@ -56,7 +56,8 @@ def check_devices(trainer: Mapping[str, Any]) -> None:
     if trainer["accelerator"] not in ("auto", "gpu", "cuda") or not CUDAAccelerator.is_available():
         return
     here, devices = CUDAAccelerator.auto_device_count(), trainer["devices"]
-    numbers = [one for one in devices if isinstance(one, int)] if isinstance(devices, list) else []
+    listed = devices if isinstance(devices, list) else []
+    numbers = [device for device in listed if isinstance(device, int)]
     if count > here or any(number >= here for number in numbers):
         raise MistakeError(
             key, f"{devices} is asked for, and this machine has {here} GPU(s), counted from 0"
@@ -160,8 +161,8 @@ def _logged_in() -> bool:
         return True
     address = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
     files = [Path(name).expanduser() for name in ("~/.netrc", "~/_netrc")]
-    if given := os.environ.get("NETRC"):
-        files = [Path(given).expanduser()]
+    if netrc := os.environ.get("NETRC"):
+        files = [Path(netrc).expanduser()]
     return any(_has_entry(file, urlsplit(address).hostname or "") for file in files)
 
 

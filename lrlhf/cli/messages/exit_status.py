@@ -175,9 +175,9 @@ def _searched(text: str, files: Sequence[ConfigFile]) -> str:
     return f"; looked for it in the installed packages and in {folders}"
 
 
-def located(sentence: str, place: str, key: str) -> str:
+def located(sentence: str, location: str, key: str) -> str:
     """Put place and key before a sentence, as far as they are known."""
-    return ": ".join(part for part in (place, key, sentence) if part)
+    return ": ".join(part for part in (location, key, sentence) if part)
 
 
 def _end_refused(
@@ -211,8 +211,8 @@ def _end_late(
     cause = error.__cause__
     assert cause is not None
     text = str(cause).strip()
-    place = locate_refusal(text.partition("\n")[0], [], files, arguments)
-    text = located(text, *place) + _searched(text, files)
+    location = locate_refusal(text.partition("\n")[0], [], files, arguments)
+    text = located(text, *location) + _searched(text, files)
     return _end(cause, text, status=2, show=debug)
 
 
@@ -232,9 +232,9 @@ def configure_output(*, debug: bool) -> None:
 
     With ``debug`` other libraries are left alone, and our debug messages of every rank are shown.
     """
-    ours = logging.getLogger("lrlhf")
-    ours.handlers = [our_handler(debug=debug)]
-    ours.setLevel(logging.DEBUG if debug else our_level())
+    package_logger = logging.getLogger("lrlhf")
+    package_logger.handlers = [our_handler(debug=debug)]
+    package_logger.setLevel(logging.DEBUG if debug else our_level())
     if not debug:
         _quieten_others()
 

@@ -41,7 +41,9 @@ def locate(
     in_file = best and _locate_value(complaint.value, *best)
     if keys and (flag := _matching_flag(keys, arguments)):
         # what a flag replaces is read nevertheless, and may be what is wrong
-        is_replaced = in_file and not any(str(complaint.value) in given for given in arguments)
+        is_replaced = in_file and not any(
+            str(complaint.value) in argument for argument in arguments
+        )
         return in_file if in_file and is_replaced else ("command line", flag)
     if best is None:
         return "", ".".join(keys)
@@ -79,13 +81,13 @@ def locate_refusal(
     mentioned = _mentioned_options(sentence)
     for argument in reversed(arguments):
         name = argument.partition("=")[0]
-        given = tuple(name.removeprefix("--").split("."))
-        if name.startswith("--") and any(given[-len(path) :] == path for path in mentioned):
+        keys = tuple(name.removeprefix("--").split("."))
+        if name.startswith("--") and any(keys[-len(path) :] == path for path in mentioned):
             return "command line", name
     for name in classes:
         for file in reversed(files):
-            if found := _locate_class(file, name, mentioned):
-                return found
+            if location := _locate_class(file, name, mentioned):
+                return location
     return _locate_only_mention(mentioned, files)
 
 
@@ -109,7 +111,7 @@ def _locate_only_mention(
     mentioned: Sequence[tuple[str, ...]], files: Sequence[ConfigFile]
 ) -> tuple[str, str]:
     """Find the one option of all files that a message mentions; nothing if there are several."""
-    found = {
+    mentions = {
         (f"{file.path}:{trail.line}", dotted((*keys, *trail.keys)))
         for file in files
         for keys, node in walk(file.root)
@@ -117,14 +119,14 @@ def _locate_only_mention(
         if path[0] in (key.value for key, _ in _entries(node))
         and not (trail := _follow(node, path, node)).left
     }
-    return found.pop() if len(found) == 1 else ("", "")
+    return mentions.pop() if len(mentions) == 1 else ("", "")
 
 
 def _mentioned_options(sentence: str) -> list[tuple[str, ...]]:
     """Dotted names that a message starts with, quotes, or gives the value of."""
     name = r"[A-Za-z_]\w*(?:\.\w+)*"
-    found = re.findall(rf"(?:^|[`'\"])({name})|\b({name})(?==| is\b| must\b)", sentence)
-    return [tuple((first or second).split(".")) for first, second in found]
+    options = re.findall(rf"(?:^|[`'\"])({name})|\b({name})(?==| is\b| must\b)", sentence)
+    return [tuple((first or second).split(".")) for first, second in options]
 
 
 def _entries(node: yaml.Node) -> list[tuple[yaml.Node, yaml.Node]]:

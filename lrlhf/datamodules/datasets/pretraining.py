@@ -21,7 +21,7 @@ from lrlhf.datamodules.rows.chat import ChatFormat, Text, read_messages, tokeniz
 from lrlhf.datamodules.rows.collate import Candidate, right_padded
 from lrlhf.datamodules.rows.columns import text_of, with_turns
 from lrlhf.datamodules.rows.conservation import Reached
-from lrlhf.datamodules.rows.media_rows import MediaReader, Unread
+from lrlhf.datamodules.rows.media_rows import DeferredMedia, MediaReader
 from lrlhf.datamodules.rows.prompt_rows import column_or_dialogue
 from lrlhf.datamodules.text import Reader
 from lrlhf.types import PromptBatch, SequenceBatch
@@ -69,7 +69,7 @@ class PretrainingTexts:
         tokenizer, chat, media = reader
         passages = ", or cut the texts into passages"
         media = media.limited(self.max_tokens, "pretraining_max_tokens", passages)
-        kind = RowKind[Unread, TextRow, SequenceBatch](
+        kind = RowKind[DeferredMedia, TextRow, SequenceBatch](
             parse=TextParser(chat, self.column, media),
             reached=_reached,
             constants=chat.constants,
@@ -88,19 +88,19 @@ class PretrainingTexts:
         )
 
 
-def _reached(draft: Unread) -> Reached:
+def _reached(draft: DeferredMedia) -> Reached:
     text = draft.text
     return Reached(text.text, text.text, repr(draft.refs), rendered=text.complete)
 
 
 def _tokenize(
-    tokenizer: PreTrainedTokenizerBase, drafts: Sequence[Unread]
+    tokenizer: PreTrainedTokenizerBase, drafts: Sequence[DeferredMedia]
 ) -> list[TextRow | BadRow]:
     tokens = tokenize(tokenizer, [draft.text for draft in drafts])
     return [
         BadRow("too short", "a text of one token has nothing to predict")
         if len(ids) < 2
-        else TextRow(input_ids=ids, start=1, unread=draft if draft.refs else None)
+        else TextRow(input_ids=ids, start=1, deferred=draft if draft.refs else None)
         for draft, ids in zip(drafts, tokens, strict=True)
     ]
 
@@ -113,7 +113,7 @@ class TextParser:
     column: str = DEFAULT_TEXT_COLUMN
     media: MediaReader = MediaReader()  # noqa: RUF009  frozen
 
-    def __call__(self, row: Row, folder: Path | None = None) -> Unread:
+    def __call__(self, row: Row, folder: Path | None = None) -> DeferredMedia:
         """Parse one row, or raise `BadRow`; relative paths start from ``folder``."""
         row = with_turns(row, self.column)
         column = column_or_dialogue(
@@ -122,10 +122,12 @@ class TextParser:
         refs = self.media.of_columns(row, folder)
         if isinstance(row[column], str):
             (text,) = self.media.of_texts((text_of(row, column),), refs)
-            return Unread(Text(text, complete=False), refs)
+            return DeferredMedia(Text(text, complete=False), refs)
         messages = with_system(read_messages(row[column], column), row)
         messages, refs = self.media.of_messages(messages, refs, folder)
-        return Unread(Text(self.chat.render(messages, row, prompt=False), complete=True), refs)
+        return DeferredMedia(
+            Text(self.chat.render(messages, row, prompt=False), complete=True), refs
+        )
 
 
 class PretrainingStream:
@@ -176,7 +178,7 @@ class PretrainingStream:
         return self._fetching.batch(self.rows, rows)
 
     def _row(self, position: int) -> int:
-        epoch, place = divmod(position, len(self._order))
+        epoch, offset = divmod(position, len(self._order))
         if epoch != self._epoch[0]:
             self._epoch = (epoch, self._order.epoch(epoch))
-        return int(self._epoch[1][place])
+        return int(self._epoch[1][offset])

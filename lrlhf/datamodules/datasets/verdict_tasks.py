@@ -15,12 +15,18 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lrlhf.datamodules.loading.python_rows import Rows
 from lrlhf.datamodules.loading.sources import Row, Source, Weighted, resolve_source
 from lrlhf.datamodules.loading.splits import hold_out
-from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, Lost, lost_notes, missing_column
+from lrlhf.datamodules.rows.bad_rows import (
+    BadDataError,
+    BadRow,
+    Unused,
+    missing_column,
+    unused_notes,
+)
 from lrlhf.datamodules.rows.columns import is_empty, text_of
 from lrlhf.datamodules.rows.conservation import Conservation
 from lrlhf.datamodules.rows.media_rows import KINDS
 from lrlhf.datamodules.rows.preference_rows import LabelReader
-from lrlhf.datamodules.rows.verdict_rows import JudgedPair, MediaByKind, read_pair
+from lrlhf.datamodules.rows.verdict_rows import MediaByKind, RatedPair, read_pair
 from lrlhf.rewards import RewardError
 from lrlhf.rewards.judge.verdicts import (
     SWAPPED,
@@ -116,8 +122,8 @@ class VerdictTasks(Source):
 
     @property
     def name(self) -> str:
-        given = self._given
-        return f"verdicts on {given.name if isinstance(given, Source) else given}"
+        paths = self._given
+        return f"verdicts on {paths.name if isinstance(paths, Source) else paths}"
 
     @property
     def folder(self) -> Path | None:
@@ -133,7 +139,7 @@ class VerdictTasks(Source):
     def rows(self) -> Iterable[Row | BadRow]:
         entries = self._of_part(self._pairs())
         decided = 0
-        for place, entry in entries:
+        for location, entry in entries:
             if isinstance(entry, BadRow):
                 yield entry
                 continue
@@ -144,21 +150,21 @@ class VerdictTasks(Source):
             if reasoning and not pair.placed and self._positions != "given":
                 yield _unplaced(self._reasoning_column)
                 continue
-            for exchanged in self._orders(pair, place, decided, bool(reasoning)):
+            for exchanged in self._orders(pair, location, decided, bool(reasoning)):
                 try:
-                    yield self._task(row, pair, reasoning, exchanged) | {"pair": place}
+                    yield self._task(row, pair, reasoning, exchanged) | {"pair": location}
                 except BadRow as problem:
                     yield problem
             decided += pair.label != 0 and not reasoning
 
     def _sources(self) -> tuple[Source, ...]:
-        given = self._given
-        assert isinstance(given, str | Source)
-        return resolve_source(given)
+        paths = self._given
+        assert isinstance(paths, str | Source)
+        return resolve_source(paths)
 
-    def _pairs(self) -> Iterator[tuple[str, tuple[Row, JudgedPair] | BadRow]]:
+    def _pairs(self) -> Iterator[tuple[str, tuple[Row, RatedPair] | BadRow]]:
         """Yield each pair with its place, and name what of them no question shows."""
-        lost: Counter[Lost] = Counter()
+        unused: Counter[Unused] = Counter()
         conservation = Conservation(
             lambda row, _: read_pair(row, self._labels, self._prompt_column),
             lambda pair: pair.reached,
@@ -166,29 +172,29 @@ class VerdictTasks(Source):
         )
         for source in self._sources():
             for number, row in enumerate(source, start=1):
-                place = f"{source.name}:{number}"
+                location = f"{source.name}:{number}"
                 try:
                     if isinstance(row, BadRow):
                         raise row
                     pair = read_pair(row, self._labels, self._prompt_column)
-                    lost.update(conservation.lost(row, None, pair))
-                    yield place, (row, pair)
+                    unused.update(conservation.unused(row, None, pair))
+                    yield location, (row, pair)
                 except BadRow as problem:
-                    yield place, problem
-        for note in lost_notes(lost):
+                    yield location, problem
+        for note in unused_notes(unused):
             rank_zero_only(logger.warning)("%s: %s", self.name, note)
 
     def _of_part(
-        self, entries: Iterable[tuple[str, tuple[Row, JudgedPair] | BadRow]]
-    ) -> Iterable[tuple[str, tuple[Row, JudgedPair] | BadRow]]:
+        self, entries: Iterable[tuple[str, tuple[Row, RatedPair] | BadRow]]
+    ) -> Iterable[tuple[str, tuple[Row, RatedPair] | BadRow]]:
         if self._part == "all":
             return entries
-        held = [*entries]
-        good = [n for n, (_, entry) in enumerate(held) if not isinstance(entry, BadRow)]
-        keys = [[*entry[1].keys()] for _, entry in held if not isinstance(entry, BadRow)]
+        held_out = [*entries]
+        good = [n for n, (_, entry) in enumerate(held_out) if not isinstance(entry, BadRow)]
+        keys = [[*entry[1].keys()] for _, entry in held_out if not isinstance(entry, BadRow)]
         train, validation = hold_out(keys, fraction=self._fraction, seed=self._seed)
         left_out = {good[n] for n in (validation if self._part == "train" else train)}
-        return [entry for n, entry in enumerate(held) if n not in left_out]
+        return [entry for n, entry in enumerate(held_out) if n not in left_out]
 
     def _reasoning(self, row: Row) -> str:
         column = self._reasoning_column
@@ -197,13 +203,13 @@ class VerdictTasks(Source):
         return text_of(row, column).strip()
 
     def _orders(
-        self, pair: JudgedPair, place: str, decided: int, reasoned: bool
+        self, pair: RatedPair, location: str, decided: int, reasoned: bool
     ) -> tuple[bool, ...]:
         """Return whether the candidates change places, for each question about them.
 
         Args:
             pair: The pair.
-            place: Where it stands.
+            location: Where it stands.
             decided: Pairs before it of which one candidate is better and which may be exchanged.
             reasoned: Whether there is reasoning.
         """
@@ -212,12 +218,12 @@ class VerdictTasks(Source):
         if self._positions == "both":
             return (False, True)
         if pair.label == 0:
-            return (_is_exchanged(self._seed, int(place.rpartition(":")[2]), index=1),)
+            return (_is_exchanged(self._seed, int(location.rpartition(":")[2]), index=1),)
         # of two pairs that follow each other one has the better candidate first
         better_first = _is_exchanged(self._seed, decided // 2) ^ bool(decided % 2)
         return ((pair.label > 0) != better_first,)
 
-    def _task(self, row: Row, pair: JudgedPair, reasoning: str, exchanged: bool) -> dict[str, Any]:
+    def _task(self, row: Row, pair: RatedPair, reasoning: str, exchanged: bool) -> dict[str, Any]:
         gold = _GOLD[pair.label]
         gold = SWAPPED[gold] if exchanged else gold
         content = self._question(row, pair, exchanged)
@@ -230,9 +236,9 @@ class VerdictTasks(Source):
             "exchanged": exchanged,
         }
 
-    def _question(self, row: Row, pair: JudgedPair, exchanged: bool) -> str | list[dict[str, Any]]:
+    def _question(self, row: Row, pair: RatedPair, exchanged: bool) -> str | list[dict[str, Any]]:
         candidates = pair.candidates[::-1] if exchanged else pair.candidates
-        shown = [_parts(one.media) for one in candidates]
+        shown = [_parts(candidate.media) for candidate in candidates]
         responses = [
             "\n".join(filter(None, (f"\0{n}\0" if shown[n] else "", one.text)))
             for n, one in enumerate(candidates)

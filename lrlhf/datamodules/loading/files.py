@@ -245,20 +245,20 @@ def _row(value: object) -> Mapping[str, Any] | BadRow:
     return BadRow("wrong type", f"a row is an object of columns, not {type(value).__name__}")
 
 
-def _entries(text: TextIO, held: str) -> RowsOrBad:
+def _entries(text: TextIO, buffer: str) -> RowsOrBad:
     """Go through the entries of a JSON list, of which no more is held than the next one."""
-    place, more = held.index("[") + 1, True
+    position, more = buffer.index("[") + 1, True
     for number in count(1):
         while True:
-            place = _BETWEEN.match(held, place).end()  # type: ignore[union-attr]
-            if held[place : place + 1] == "]":
-                if (held[place + 1 :] + text.read(_CHUNK)).strip():
+            position = _BETWEEN.match(buffer, position).end()  # type: ignore[union-attr]
+            if buffer[position : position + 1] == "]":
+                if (buffer[position + 1 :] + text.read(_CHUNK)).strip():
                     raise ValueError("there is more behind the list")
                 return
             try:
-                value, end = decode_json_at(held, place)
+                value, end = decode_json_at(buffer, position)
                 # at its end a number could go on
-                known = end < len(held) or not more
+                known = end < len(buffer) or not more
                 problem: Exception = EOFError("the list has no end")
             except ValueError as error:
                 known, problem = False, error
@@ -266,13 +266,13 @@ def _entries(text: TextIO, held: str) -> RowsOrBad:
                 break
             if not more:
                 raise ValueError(f"row {number}: {problem}") from problem
-            held, place = held[place:], 0
-            if len(held) > _LONGEST:
+            buffer, position = buffer[position:], 0
+            if len(buffer) > _LONGEST:
                 raise ValueError(f"row {number}: {problem}, or {_too_long()}") from problem
-            added = text.read(max(_CHUNK, len(held)))
-            held, more = held + added, bool(added)
-        yield _undecoded(held[place:end]) or _row(value)
-        place = end
+            added = text.read(max(_CHUNK, len(buffer)))
+            buffer, more = buffer + added, bool(added)
+        yield _undecoded(buffer[position:end]) or _row(value)
+        position = end
 
 
 def _parquet(stream: io.BufferedReader) -> RowsOrBad:

@@ -27,7 +27,7 @@ from PIL import Image
 from torch import Tensor
 
 from lrlhf.datamodules.loading.sources import Fetching
-from lrlhf.datamodules.rows.media_rows import Unread
+from lrlhf.datamodules.rows.media_rows import DeferredMedia
 from lrlhf.media import MediaRefs
 from lrlhf.media.refs import MediaPart, file_digest
 from lrlhf.rollout.balance import partition
@@ -112,7 +112,7 @@ class _Digest:
             return value
         if isinstance(value, set | frozenset):
             return sorted(value, key=str)  # their own order is another in every process
-        if isinstance(value, Unread):
+        if isinstance(value, DeferredMedia):
             return (value.refs,)  # its text was made of the row by the chat template
         if isinstance(value, MediaRefs):
             return (_named(entry) for entry in value.everything)
@@ -212,7 +212,7 @@ class EpochOrder:
 
 
 @dataclass(frozen=True)
-class GivenOrder:
+class CyclicOrder:
     """The rows as they are given, round and round.
 
     An epoch takes ``per_epoch`` of them; the next one begins with the row after them, so the rows
@@ -248,7 +248,6 @@ class BalancedOrder:
 
     @property
     def seed(self) -> int:
-        """Of the other order."""
         return self.order.seed
 
     def __len__(self) -> int:

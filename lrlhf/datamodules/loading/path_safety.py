@@ -38,19 +38,19 @@ def local_path(named: str, folder: Path | None, *, root: Path | None) -> str:
         )
     path = _expanded(Path(unquote(urlsplit(named).path) if named.startswith("file:") else named))
     base = (root or folder or Path()).expanduser().absolute()
-    whole = path if path.is_absolute() else base / path
+    absolute = path if path.is_absolute() else base / path
     if path.is_absolute() and root is None:
         return str(path)
-    target = _target(whole)
-    if root is not None and Path(os.path.normpath(whole)).is_relative_to(os.path.normpath(base)):
-        return str(whole)
+    target = _target(absolute)
+    if root is not None and Path(os.path.normpath(absolute)).is_relative_to(os.path.normpath(base)):
+        return str(absolute)
     if not any(target.is_relative_to(_target(allowed)) for allowed in _allowed(base)):
         raise BadRow(
             _OUTSIDE,
             f"{named!r} leads to {str(target)!r}, which is not in {str(base)!r}",
             remedy="set media.root to a folder that holds all files",
         )
-    return str(path if root is None and folder is None else whole)
+    return str(path if root is None and folder is None else absolute)
 
 
 def _expanded(path: Path) -> Path:

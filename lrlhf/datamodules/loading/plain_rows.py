@@ -86,8 +86,8 @@ def _plain_scalar(value: Any) -> Any:
     if isinstance(value, timedelta):
         return value.total_seconds()
     if isinstance(value, Decimal):
-        whole = value.is_finite() and value == value.to_integral_value()
-        return int(value) if whole else plain(float(value))
+        is_integral = value.is_finite() and value == value.to_integral_value()
+        return int(value) if is_integral else plain(float(value))
     return value
 
 

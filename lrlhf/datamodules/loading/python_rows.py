@@ -150,8 +150,8 @@ def summary(data: object, length: int | None = None) -> str:
         columns, count = data, max(map(len, data.values()), default=0)
     elif isinstance(data, list | tuple) and data and isinstance(data[0], Mapping):
         columns = data[0]
-    taken = min(number for number in (count, length, math.inf) if number is not None)
-    rows = "" if taken == math.inf else f"{taken:,} row{'s' if taken != 1 else ''}"
+    count_used = min(number for number in (count, length, math.inf) if number is not None)
+    rows = "" if count_used == math.inf else f"{count_used:,} row{'s' if count_used != 1 else ''}"
     named = "" if columns is None else ", ".join(map(str, columns))
     return ": ".join(filter(None, (rows, named)))
 
@@ -192,9 +192,9 @@ def _hub_rows(data: Any) -> Iterator[Any]:
     """
     if data.format["type"] == "custom":  # the user's own transform makes the rows
         return (data[index] for index in range(len(data)))
-    given = data.features
-    features = type(given)({name: _undecoded(value) for name, value in given.items()})
-    embeds = features != given and folder_of(data) is FOREIGN
+    schema = data.features
+    features = type(schema)({name: _undecoded(value) for name, value in schema.items()})
+    embeds = features != schema and folder_of(data) is FOREIGN
     tables = data.with_format("arrow", columns=data.format["columns"])
     # of few rows, as a table holds no more than 2 GiB of bytes
     return (

@@ -149,8 +149,8 @@ class Weighted:
     def __post_init__(self) -> None:
         if not isinstance(self.source, Source):
             # of a path from pathlib its text; rows as a source, which does not print them all
-            given = str(self.source) if isinstance(self.source, Path) else self.source
-            source = given if isinstance(given, str) else MemorySource(given)
+            text = str(self.source) if isinstance(self.source, Path) else self.source
+            source = text if isinstance(text, str) else MemorySource(text)
             object.__setattr__(self, "source", source)
         if self.weight is not None and not 0 < self.weight < float("inf"):
             raise ValueError(f"weight of {self.source!r} is {self.weight}: give a number above 0")
@@ -251,27 +251,27 @@ class HubSource(Source):
             ) from error
 
 
-def entries_of(given: Entries, what: str) -> list[Weighted]:
+def entries_of(value: Entries, what: str) -> list[Weighted]:
     """List the entries of what a user gave; the data that Python objects hold is not read yet.
 
     Args:
-        given: One source, a list of them, or rows.
+        value: One source, a list of them, or rows.
         what: What messages call it, such as ``train``.
 
     Raises:
         BadDataError: There are none, or an object holds no rows.
     """
-    if not _is_list_of_sources(given):
-        return [_entry(given, what)]
-    if not given:
+    if not _is_list_of_sources(value):
+        return [_entry(value, what)]
+    if not value:
         raise BadDataError(f"{what}: the list of data sources is empty: give at least one")
-    row = next((index for index, one in enumerate(given) if isinstance(one, Mapping)), None)
+    row = next((index for index, one in enumerate(value) if isinstance(one, Mapping)), None)
     if row is not None:
         raise BadDataError(
-            f"{what}[{row}] is a dict and {what}[0] {given[0]!r:.40} is not: a list holds either "
+            f"{what}[{row}] is a dict and {what}[0] {value[0]!r:.40} is not: a list holds either "
             "rows, all of them dicts, or sources"
         )
-    entries = [_entry(one, f"{what}[{index}]") for index, one in enumerate(given)]
+    entries = [_entry(one, f"{what}[{index}]") for index, one in enumerate(value)]
     if len(entries) > 1:
         for number, entry in enumerate(entries, start=1):
             if isinstance(entry.source, MemorySource):
@@ -279,26 +279,26 @@ def entries_of(given: Entries, what: str) -> list[Weighted]:
     return entries
 
 
-def _entry(given: Any, what: str) -> Weighted:
-    if isinstance(given, Weighted):
-        return given
-    if not isinstance(given, str | Path | Source):
-        check_rows(given, what)
-    return Weighted(given)
+def _entry(entry: Any, what: str) -> Weighted:
+    if isinstance(entry, Weighted):
+        return entry
+    if not isinstance(entry, str | Path | Source):
+        check_rows(entry, what)
+    return Weighted(entry)
 
 
-def _is_list_of_sources(given: Any) -> TypeGuard[Sequence[Any]]:
-    rows = isinstance(given, list | tuple) and len(given) > 0 and isinstance(given[0], Mapping)
-    return isinstance(given, list | tuple) and not rows
+def _is_list_of_sources(value: Any) -> TypeGuard[Sequence[Any]]:
+    rows = isinstance(value, list | tuple) and len(value) > 0 and isinstance(value[0], Mapping)
+    return isinstance(value, list | tuple) and not rows
 
 
-def components_of(entries: Entries, what: str = "data") -> list[Component]:
+def components_of(entries: Entries) -> list[Component]:
     """Resolve what a user gave as ``train`` or ``val``.
 
     Raises:
         ValueError: A file is missing, or some entries have a weight and some none.
     """
-    weighted = entries_of(entries, what)
+    weighted = entries_of(entries, "data")
     without = [entry.source for entry in weighted if entry.weight is None]
     if 0 < len(without) < len(weighted):
         raise ValueError(
@@ -345,15 +345,17 @@ def distinct_names(sources: Iterable[str]) -> dict[str, str]:
     ``data/helpful.jsonl``; where two would be the same, all of the path without slashes, and a
     number where these are the same too.
     """
-    whole = {one: re.sub(r"[^\w.@:=-]+", "_", hide(one)).strip("_") or "_" for one in sources}
-    last = {one: one.rstrip("/").rpartition("/")[2] for one in whole}
+    safe_names = {
+        source: re.sub(r"[^\w.@:=-]+", "_", hide(source)).strip("_") or "_" for source in sources
+    }
+    last = {each: each.rstrip("/").rpartition("/")[2] for each in safe_names}
     short = {
         one: re.sub(
             r"[^\w.@:=-]+", "_", re.sub(r"\.(jsonl?|parquet|csv)(\.(gz|zst))?$", "", hide(end))
         )
         for one, end in last.items()
     }
-    return short if len({*short.values()} - {""}) == len(short) else _numbered(whole)
+    return short if len({*short.values()} - {""}) == len(short) else _numbered(safe_names)
 
 
 def _numbered(names: Mapping[str, str]) -> dict[str, str]:
@@ -415,9 +417,9 @@ class ReadRows(Generic[RowT]):
             return self.rows[index], []
         problems: Problems = []
         # which row stands in depends on the data alone, so a resumed run takes the same one
-        for place in range(index, index + min(len(self.rows), _MOST_IN_A_ROW)):
+        for position in range(index, index + min(len(self.rows), _MOST_IN_A_ROW)):
             try:
-                return self.read(self.rows[place % len(self.rows)]), problems
+                return self.read(self.rows[position % len(self.rows)]), problems
             except BadRow as problem:
                 problems.append((problem.reason, problem.detail))
         shown = "\n".join(f"{reason}: {detail}" for reason, detail in problems[:5])
@@ -481,10 +483,10 @@ class Fetching(Generic[RowT, BatchT]):
 
     def _collate(self, read: Sequence[tuple[RowT, Problems]]) -> tuple[BatchT, Problems]:
         if self.drop:
-            kept = [row for row, problems in read if not problems] or [read[0][0]]
+            usable = [row for row, problems in read if not problems] or [read[0][0]]
         else:
-            kept = [row for row, _ in read]
-        return self.collate(kept), [problem for _, problems in read for problem in problems]
+            usable = [row for row, _ in read]
+        return self.collate(usable), [problem for _, problems in read for problem in problems]
 
     def _log(self, problems: Problems) -> None:
         """Count unusable rows by reason; each reason is logged when its count doubles."""

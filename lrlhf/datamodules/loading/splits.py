@@ -107,21 +107,21 @@ def hold_out(
     Raises:
         BadDataError: One of the splits would be empty.
     """
-    wanted = size or round(fraction * len(keys))
-    held: list[int] = []
+    target = size or round(fraction * len(keys))
+    held_out: list[int] = []
     groups = connected_groups(keys)
     for index in np.random.default_rng([seed, len(keys)]).permutation(len(groups)).tolist():
-        if len(held) + len(groups[index]) <= wanted:
-            held += groups[index]
-    if not held or len(held) == len(keys):
+        if len(held_out) + len(groups[index]) <= target:
+            held_out += groups[index]
+    if not held_out or len(held_out) == len(keys):
         largest = max(map(len, groups), default=0)
         raise BadDataError(
-            f"cannot hold out {wanted} of {len(keys)} rows for validation: they form {len(groups)} "
+            f"cannot hold out {target} of {len(keys)} rows for validation: they form {len(groups)} "
             f"groups that share a prompt or a text, the largest of {largest} rows, and one split "
             "would be empty. Give `val` data of its own, or another val_size or val_fraction"
         )
-    kept = set(held)
-    return [row for row in range(len(keys)) if row not in kept], sorted(held)
+    excluded = set(held_out)
+    return [row for row in range(len(keys)) if row not in excluded], sorted(held_out)
 
 
 def connected_groups(keys: Sequence[Iterable[Hashable]]) -> list[list[int]]:
@@ -170,11 +170,11 @@ def refuse_other_rows(trainer: L.Trainer | None, splits: Splits[Any], *, dated: 
     """
     if trainer is None or trainer.world_size == 1 or not torch.distributed.is_initialized():
         return
-    train, held = splits
-    parts = (train, *held.values())
+    train, held_out = splits
+    parts = (train, *held_out.values())
     own = [fingerprint(split.values, read_files=False) for split in parts]
     # today's date may be in the tokens, and midnight fall between two ranks
-    digests = Collectives(trainer).gather([(one.data, not dated and one.tokens) for one in own])
+    digests = Collectives(trainer).gather([(each.data, not dated and each.tokens) for each in own])
     others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
         raise BadDataError(

@@ -59,32 +59,32 @@ def title_of(name: str) -> str:
     return f"{name} validation" if name else "validation"
 
 
-def is_named(given: object) -> TypeGuard[Mapping[str, Any]]:
+def is_named(value: object) -> TypeGuard[Mapping[str, Any]]:
     """Tell names of sets from names of columns: a column holds texts, numbers or dialogues."""
-    return type(given) is dict and len(given) > 0 and all(map(_holds_rows, given.values()))
+    return type(value) is dict and len(value) > 0 and all(map(_holds_rows, value.values()))
 
 
-def _holds_rows(given: object) -> bool:
-    if isinstance(given, list | tuple):
-        first = given[0] if given else None
+def _holds_rows(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        first = value[0] if value else None
         is_file = isinstance(first, str) and is_data_file(Path(first))
         return is_file or isinstance(first, Path | Source | Weighted | Mapping)
-    is_source = isinstance(given, str | Path | Source | Weighted | ValidationSet | Mapping)
-    return is_source or is_table(given)
+    is_source = isinstance(value, str | Path | Source | Weighted | ValidationSet | Mapping)
+    return is_source or is_table(value)
 
 
-def named_sets(given: Validation | None) -> list[NamedSet]:
+def named_sets(validation: Validation | None) -> list[NamedSet]:
     """List the validation sets of what a user gave as ``val``.
 
     Raises:
         ValueError: A name cannot be a part of a metric's.
     """
-    if given is None:
+    if validation is None:
         return []
-    if not is_named(given):
-        return [NamedSet("", entries_of(given, "val"), {})]
+    if not is_named(validation):
+        return [NamedSet("", entries_of(validation, "val"), {})]
     sets = []
-    for name, one in given.items():
+    for name, one in validation.items():
         if not _NAME.fullmatch(str(name)) or name in ("class_path", "init_args"):
             raise ValueError(
                 f"val: {name!r} cannot name a validation set: a name is one word without slashes, "
@@ -108,9 +108,9 @@ class ValidationData(Generic[RowT]):
 
     def __post_init__(self) -> None:
         settings = {"val": self.sets, "val_size": self.size, "val_fraction": self.fraction}
-        given = [name for name, value in settings.items() if value]
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} are given: give only one of them")
+        chosen = [name for name, value in settings.items() if value]
+        if len(chosen) > 1:
+            raise ValueError(f"{' and '.join(chosen)} are given: give only one of them")
         if not 0 <= self.fraction < 1 or self.size < 0:
             raise ValueError(
                 f"val_fraction={self.fraction}, val_size={self.size}: the fraction lies in 0…1, "
@@ -120,18 +120,20 @@ class ValidationData(Generic[RowT]):
     @property
     def names(self) -> tuple[str, ...]:
         """Of the sets, empty for one without a name; none: there is nothing to validate on."""
-        held = ("",) if self.size > 0 or self.fraction > 0 else ()
-        return tuple(one.name for one in self.sets) or held
+        own_names = ("",) if self.size > 0 or self.fraction > 0 else ()
+        return tuple(named_set.name for named_set in self.sets) or own_names
 
     def described(
-        self, held: Mapping[str, Split[RowT]], describe: Callable[..., str]
+        self, held_out: Mapping[str, Split[RowT]], describe: Callable[..., str]
     ) -> Iterator[str]:
         """Say in a line what each set is, once it is loaded with its rows."""
-        for one in self.sets:
-            name = f" {one.name}" if one.name else ""
-            yield f"val{name}: {describe(one.entries, held.get(one.name))}"
+        for named_set in self.sets:
+            name = f" {named_set.name}" if named_set.name else ""
+            yield f"val{name}: {describe(named_set.entries, held_out.get(named_set.name))}"
         if self.names and not self.sets:
-            count = f"{len(held[''].rows):,}" if held else self.size or f"{self.fraction:.2%}"
+            count = (
+                f"{len(held_out[''].rows):,}" if held_out else self.size or f"{self.fraction:.2%}"
+            )
             yield f"val: {count} of the train rows, held out"
 
     def load(
@@ -143,16 +145,16 @@ class ValidationData(Generic[RowT]):
         """Hold rows out of the train data by what they must not share, or load data of its own."""
         if not self.sets:
             return self._hold_out(train, keys) if self.names else (train, {})
-        held = {}
-        for one in self.sets:
-            if any(part.weight is not None for part in components_of(one.entries)):
+        held_out = {}
+        for named_set in self.sets:
+            if any(part.weight is not None for part in components_of(named_set.entries)):
                 raise ValueError(
                     "val: validation takes every row once, so its sources have no weights"
                 )
-            held[one.name] = load(one)
+            held_out[named_set.name] = load(named_set)
         seen = {key for row in train.values for key in keys(row)}
-        for one in self.sets:
-            own = held[one.name].values
+        for each in self.sets:
+            own = held_out[each.name].values
             shared = sum(not seen.isdisjoint(keys(row)) for row in own)
             if shared:
                 logger.warning(
@@ -160,9 +162,9 @@ class ValidationData(Generic[RowT]):
                     "results say less than they seem to",
                     shared,
                     len(own),
-                    one.what,
+                    each.what,
                 )
-        return train, held
+        return train, held_out
 
     def _hold_out(self, train: Split[RowT], keys: Callable[[RowT], Iterable[str]]) -> Splits[RowT]:
         split = hold_out(
@@ -171,11 +173,11 @@ class ValidationData(Generic[RowT]):
             fraction=self.fraction,
             seed=self.seed,
         )
-        kept, held = (replace(train, rows=[train.rows[row] for row in rows]) for rows in split)
+        kept, held_out = (replace(train, rows=[train.rows[k] for k in rows]) for rows in split)
         rank_zero_only(logger.info)(
-            "held out %d of %d rows for validation", len(held.rows), len(train.rows)
+            "held out %d of %d rows for validation", len(held_out.rows), len(train.rows)
         )
-        return kept, {"": held}
+        return kept, {"": held_out}
 
 
 def check_options(sets: Iterable[NamedSet], known: Mapping[str, object], owner: str) -> None:
@@ -184,9 +186,9 @@ def check_options(sets: Iterable[NamedSet], known: Mapping[str, object], owner: 
     Raises:
         ValueError: There is one; names those that there are.
     """
-    for one in sets:
-        if unknown := sorted(set(one.options) - set(known)):
+    for named_set in sets:
+        if unknown := sorted(set(named_set.options) - set(known)):
             raise BadDataError(
-                f"val.{one.name}.options: {owner} has no option {unknown[0]!r} that a single set "
-                f"may change; there are {', '.join(known) or 'none'}"
+                f"val.{named_set.name}.options: {owner} has no option {unknown[0]!r} that a single "
+                f"set may change; there are {', '.join(known) or 'none'}"
             )

@@ -17,10 +17,10 @@ __all__ = [
     "BadDataError",
     "BadRow",
     "BadRows",
-    "Lost",
-    "lost_notes",
+    "Unused",
     "missing_column",
     "nearest",
+    "unused_notes",
 ]
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def missing_column(column: str, columns: Iterable[str], *, setting: str = "") ->
     )
 
 
-class Lost(NamedTuple):
+class Unused(NamedTuple):
     """Values of usable rows that reach nothing."""
 
     name: str
@@ -64,18 +64,18 @@ class BadRows:
         self.total = 0
         self.notes: Sequence[str] = ()
         """What else is to be said of them."""
-        self.lost: Counter[Lost] = Counter()
+        self.unused: Counter[Unused] = Counter()
         """Usable rows by what of them reaches nothing."""
         self._counts: Counter[str] = Counter()
         self._examples: dict[str, list[str]] = {}
         self._remedies: dict[str, str] = {}
 
-    def add(self, place: str, problem: BadRow) -> None:
-        """Count one bad row; ``place`` is its file and row number."""
+    def add(self, location: str, problem: BadRow) -> None:
+        """Count one bad row; ``location`` is its file and row number."""
         self._counts[problem.reason] += 1
         examples = self._examples.setdefault(problem.reason, [])
         if len(examples) < MAX_EXAMPLES:
-            examples.append(f"{place}: {problem.detail}")
+            examples.append(f"{location}: {problem.detail}")
         if problem.remedy:
             self._remedies.setdefault(problem.reason, problem.remedy)
 
@@ -128,10 +128,10 @@ class BadRows:
         return f"To do: {'; '.join([*remedies, 'correct these rows'])}.\n"
 
 
-def lost_notes(lost: Mapping[Lost, int]) -> Iterator[str]:
+def unused_notes(unused: Mapping[Unused, int]) -> Iterator[str]:
     """Yield a line for each count of rows and remedy, with the values that are lost of them."""
     together: dict[tuple[str, int], list[str]] = {}
-    for value, rows in lost.items():
+    for value, rows in unused.items():
         together.setdefault((value.remedy, rows), []).append(value.name)
     for (remedy, rows), names in together.items():
         yield (

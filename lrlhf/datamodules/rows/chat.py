@@ -18,7 +18,7 @@ from lrlhf.bounded_templates import render_jinja_template
 from lrlhf.datamodules.loading.plain_rows import read_structure, read_turns
 from lrlhf.datamodules.loading.sources import Row
 from lrlhf.datamodules.rows.bad_rows import BadRow, nearest
-from lrlhf.datamodules.rows.columns import is_empty, shown, structure_of, whole_text, wrong_type
+from lrlhf.datamodules.rows.columns import is_empty, shown, structure_of, valid_text, wrong_type
 from lrlhf.models import readers_of, rejoined, special_tokens, split_messages, split_text
 from lrlhf.models.chat_templates import (
     GENERATION,
@@ -136,9 +136,9 @@ def usual_role(role: str) -> str:
 
 def _calls_of(content: object) -> list[dict[str, Any]]:
     """Read the calls of a turn that is nothing else: JSON of one, or of a list of them."""
-    given = structure_of({"function_call": content}, "function_call", object)
+    structure = structure_of({"function_call": content}, "function_call", object)
     calls: list[dict[str, Any]] = []
-    for call in given if isinstance(given, list) else [given]:
+    for call in structure if isinstance(structure, list) else [structure]:
         if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
             raise wrong_type("function_call", "a call with its name and arguments", call)
         calls.append({"type": "function", "function": call})
@@ -173,11 +173,11 @@ def with_system(
     return ({"role": "system", "content": text}, *messages)
 
 
-def _tool(given: object) -> dict[str, Any]:
+def _tool(value: object) -> dict[str, Any]:
     """Read a description of a tool, or that with JSON text for a schema in it."""
-    tool = structure_of({"tools": given}, "tools", dict)
+    tool = structure_of({"tools": value}, "tools", dict)
     if not tool:
-        raise wrong_type("tools", "a list of descriptions of tools", given)
+        raise wrong_type("tools", "a list of descriptions of tools", value)
     if isinstance(tool.get("function"), Mapping):
         return {**tool, "function": _tool(tool["function"])}
     return dict(_with_object(tool, "parameters", "tools"))
@@ -198,15 +198,15 @@ def _calls(value: object, column: str) -> list[Mapping[str, Any]]:
     return [_call(call, column) for call in calls]
 
 
-def _call(given: object, column: str) -> Mapping[str, Any]:
-    call = structure_of({"tool_calls": given}, "tool_calls", dict)
+def _call(value: object, column: str) -> Mapping[str, Any]:
+    call = structure_of({"tool_calls": value}, "tool_calls", dict)
     if call is None:
-        raise wrong_type(f"{column}.tool_calls", "a list of calls", given)
+        raise wrong_type(f"{column}.tool_calls", "a list of calls", value)
     if isinstance(call.get("function"), Mapping):
         return {**call, "function": _call(call["function"], column)}
     if "arguments" in call or call.keys() <= {"name", "id", "type", "index"}:
         if not (isinstance(name := call.get("name"), str) and name.strip()):
-            raise wrong_type(f"{column}.tool_calls", "a list of calls, each with a name", given)
+            raise wrong_type(f"{column}.tool_calls", "a list of calls, each with a name", value)
         full = _with_object({"arguments": {}, **call}, "arguments", column)
         if not isinstance(full["arguments"], Mapping):
             raise wrong_type(f"{column}: arguments of {name}", "a JSON object", full["arguments"])
@@ -252,8 +252,8 @@ class ChatFormat:
     @property
     def constants(self) -> TemplateConstants:
         """What the template knows by name."""
-        given = self.template or self.tokenizer.chat_template
-        texts = given.values() if isinstance(given, Mapping) else [given or ""]
+        template = self.template or self.tokenizer.chat_template
+        texts = template.values() if isinstance(template, Mapping) else [template or ""]
         return template_constants("".join(texts))
 
     def render(self, messages: Sequence[Message], row: Row, *, prompt: bool) -> str:
@@ -291,8 +291,8 @@ class ChatFormat:
         if text != closed:
             return text
         # the template begins the assistant's turns behind those of others only
-        asked: Turns = ({"role": "user", "content": "a"},)
-        with_header, without = (self.render(asked, row, prompt=prompt) for prompt in (True, False))
+        user: Turns = ({"role": "user", "content": "a"},)
+        with_header, without = (self.render(user, row, prompt=prompt) for prompt in (True, False))
         return closed + with_header.removeprefix(without)
 
     def _rendered(self, messages: Sequence[Message], row: Row, **options: bool) -> str:
@@ -306,7 +306,7 @@ class ChatFormat:
         )
         if not isinstance(text, str):
             raise TypeError(f"apply_chat_template returned {type(text).__name__}")
-        return rejoined(whole_text(text, "the rendered chat"))
+        return rejoined(valid_text(text, "the rendered chat"))
 
     def render_spans(
         self, messages: Sequence[Message], row: Row, *, without: Container[int] = ()
@@ -330,32 +330,32 @@ class ChatFormat:
             marks = {"return_assistant_tokens_mask": True, **self.tokenizer.special_tokens_map}
 
             def render(chat: list[dict[str, Any]], **options: Any) -> Any:
-                given = {"chat_template": template, **marks, **options}
-                return render_jinja_template(conversations=[chat], **given)
+                arguments = {"chat_template": template, **marks, **options}
+                return render_jinja_template(conversations=[chat], **arguments)
 
             def spans(turns: Sequence[Message]) -> tuple[str, list[Span]]:
                 (raw,), (marked,) = self._applied(render, turns, row)
                 # the text of which the marks are
-                return whole_text(raw, "the rendered chat"), [
-                    (int(one[0]), int(one[1])) for one in marked
+                return valid_text(raw, "the rendered chat"), [
+                    (int(rendered[0]), int(rendered[1])) for rendered in marked
                 ]
 
             closing = 0
             if without:  # some templates mark the end of the chat behind an answer that is the last
-                asked, said = ({"role": role, "content": "a"} for role in ("user", "assistant"))
-                ended, goes_on = (spans(chat)[1] for chat in ([asked, said], [asked, said, asked]))
+                user, answer = ({"role": role, "content": "a"} for role in ("user", "assistant"))
+                ended, goes_on = (spans(chat)[1] for chat in ([user, answer], [user, answer, user]))
                 closing = len(ended) - len(goes_on)
 
             def count(turns: Sequence[Message]) -> int:
                 own = len(spans(turns)[1]) if turns else 0
                 return own - closing if turns and turns[-1]["role"] == "assistant" else own
 
-            text, whole = spans(messages)
+            text, rendered = spans(messages)
             for number in range(len(messages) - 1, -1, -1):
                 if number in without:  # its marks are those that the turns before it do not have
                     until = count(messages[: number + 1]) if messages[number + 1 :] else None
-                    del whole[count(messages[:number]) : until]
-            return text, whole
+                    del rendered[count(messages[:number]) : until]
+            return text, rendered
         return text, [
             self._added(messages, number, text, row)
             for number, message in enumerate(messages)
@@ -590,15 +590,15 @@ def tokenize_spans(
             "`loss_on` to completion or all"
         )
     encoded = _encode(tokenizer, texts, add_special_tokens=False, return_offsets_mapping=True)
-    found: list[tuple[Tokens, Mask]] = []
+    tokenized: list[tuple[Tokens, Mask]] = []
     for (row, offsets), own in zip(encoded, spans, strict=True):
         begins, ends = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
         inside = np.zeros(len(row), dtype=np.bool_)
         for first, last in own:
             inside |= (begins < last) & (ends > first)
         ids = _single_bos(np.asarray(row, dtype=np.int32), tokenizer.bos_token_id)
-        found.append((ids, inside[len(inside) - len(ids) :]))
-    return found
+        tokenized.append((ids, inside[len(inside) - len(ids) :]))
+    return tokenized
 
 
 def tokenize_prompts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text]) -> list[Tokens]:
@@ -628,17 +628,17 @@ def _specials_after(tokenizer: PreTrainedTokenizerBase) -> int:
     )
 
 
-class _Ends(Protocol):
+class _HasEnds(Protocol):
     @property
     def ends(self) -> tuple[int, ...]: ...
 
 
-class _Learnt(Protocol):
+class _HasTexts(Protocol):
     @property
-    def texts(self) -> Sequence[_Ends]: ...
+    def texts(self) -> Sequence[_HasEnds]: ...
 
 
-class Ended(NamedTuple):
+class TrainedText(NamedTuple):
     """What is learnt of a text."""
 
     ids: Tokens
@@ -675,7 +675,7 @@ class Endings:
         """What is put behind a text without an end."""
         return "" if self._end is None else str(self.tokenizer.convert_ids_to_tokens(self._end))
 
-    def learnt(self, ids: Tokens, trained: Mask, *, open_ended: bool) -> Ended:
+    def learnt(self, ids: Tokens, trained: Mask, *, open_ended: bool) -> TrainedText:
         """Return a text with what is learnt of it.
 
         Args:
@@ -683,32 +683,32 @@ class Endings:
             trained: Which of them are learnt so far.
             open_ended: It may need an end.
         """
-        trained, found = trained.copy(), set[int]()
+        trained, ends = trained.copy(), set[int]()
         edges = np.flatnonzero(np.diff(trained.astype(np.int8), prepend=0, append=0))
         for first, last in edges.reshape(-1, 2).tolist():
             stops = ids[first:last][np.isin(ids[first:last], self._stops)]
             at = self._skip_blank(ids, last - 1, step=-1)
             behind = self._skip_blank(ids, last, step=1)
             if len(stops):
-                found.add(int(stops[-1]))
+                ends.add(int(stops[-1]))
             elif behind < len(ids) and ids[behind] in self._stops:
                 trained[last : behind + 1] = True
-                found.add(int(ids[behind]))
+                ends.add(int(ids[behind]))
             elif at >= first and int(ids[at]) in self._marks:
-                found.add(int(ids[at]))
+                ends.add(int(ids[at]))
             elif open_ended and behind == len(ids) and self._end is not None:
                 trained[last:] = True
                 ids, trained = np.append(ids, np.int32(self._end)), np.append(trained, True)
-                found.add(self._end)
-        return Ended(ids, trained, tuple(sorted(found)))
+                ends.add(self._end)
+        return TrainedText(ids, trained, tuple(sorted(ends)))
 
     @property
     def shown(self) -> str:
         """Where generation stops."""
-        tokens = (repr(self.tokenizer.convert_ids_to_tokens(one)) for one in self._stops)
+        tokens = (repr(self.tokenizer.convert_ids_to_tokens(stop)) for stop in self._stops)
         return ", ".join(tokens) or "there is no such token"
 
-    def notes(self, rows: Sequence[_Learnt]) -> Iterator[str]:
+    def notes(self, rows: Sequence[_HasTexts]) -> Iterator[str]:
         """Say where what is learnt ends with something else than what stops generation."""
         ends = [text.ends for row in rows for text in row.texts]
         for end in sorted({*chain(*ends)} - {*self._stops}):
@@ -724,11 +724,11 @@ class Endings:
                 "it, or texts that end with an answer"
             )
 
-    def _skip_blank(self, ids: Tokens, place: int, *, step: int) -> int:
+    def _skip_blank(self, ids: Tokens, index: int, *, step: int) -> int:
         """Return the first place from one on whose token is more than white space."""
-        while 0 <= place < len(ids) and self._is_blank(int(ids[place])):
-            place += step
-        return place
+        while 0 <= index < len(ids) and self._is_blank(int(ids[index])):
+            index += step
+        return index
 
     def _is_blank(self, token: int) -> bool:
         if token not in self._blank:

@@ -30,9 +30,9 @@ class PromptRow(TokenizedText):
 
     def with_media(self, reader: MediaReader) -> PromptRow:
         """Read the images and videos, or raise `BadRow`."""
-        if self.unread is None:
+        if self.deferred is None:
             return self
-        input_ids, media = reader.read(self.unread, self.input_ids)
+        input_ids, media = reader.read(self.deferred, self.input_ids)
         if input_ids[-1] in reader.placeholders:
             # its last token is computed again for every response, without what it stands for
             raise BadRow(
@@ -54,11 +54,11 @@ class Candidate(TokenizedText):
 
     def with_media(self, reader: MediaReader) -> Candidate:
         """Read the images and videos, or raise `BadRow`."""
-        if self.unread is None:
+        if self.deferred is None:
             return self
-        input_ids, media = reader.read(self.unread, self.input_ids)
-        if self.unread.prompt is not None:
-            start = common_prefix(reader.read(self.unread.prompt, self.input_ids)[0], input_ids)
+        input_ids, media = reader.read(self.deferred, self.input_ids)
+        if self.deferred.prompt is not None:
+            start = common_prefix(reader.read(self.deferred.prompt, self.input_ids)[0], input_ids)
         elif np.array_equal(input_ids[: self.start], self.input_ids[: self.start]):
             start = self.start  # nothing is shown before it
         else:
@@ -81,13 +81,17 @@ class PairRow:
     info: Mapping[str, Any]
     place: str = field(default="", compare=False)
     """Source and row number; no part of what the pair is."""
-    said: tuple[str, str, str] | None = field(default=None, compare=False)
+    source_texts: tuple[str, str, str] | None = field(default=None, compare=False)
     """Prompt and answers as the row has them; None: the tokens give them back."""
 
     def with_media(self, reader: MediaReader) -> PairRow:
         """Read the images and videos of both, or raise `BadRow`."""
-        first, second = (one.with_media(reader) for one in self.texts)
-        if first.unread and second.unread and first.unread.refs.key == second.unread.refs.key:
+        first, second = (text.with_media(reader) for text in self.texts)
+        if (
+            first.deferred
+            and second.deferred
+            and first.deferred.refs.key == second.deferred.refs.key
+        ):
             # the same object, so that the model looks once
             second = replace(second, media=first.media)
         return replace(self, texts=(first, second))
@@ -124,7 +128,7 @@ def collate_pairs(rows: Sequence[PairRow], pad_token_id: int) -> PreferenceBatch
         margin=torch.tensor(margins, dtype=torch.float32) if margins else None,
         info=tuple(row.info for row in rows),
         places=tuple(row.place for row in rows),
-        said=tuple(row.said for row in rows),
+        source_texts=tuple(row.source_texts for row in rows),
         prompt_ids=torch.tensor([_number_of(row.keys) for row in rows]),
     )
 
@@ -203,20 +207,20 @@ def _expanded(
     moved = np.zeros(len(long), dtype=np.bool_)
     cuts = [-1, *np.nonzero(marks)[0].tolist(), len(short)]
     shown = np.isin(long, placeholders)
-    place = 0
+    start = 0
     for number, (left, right) in enumerate(pairwise(cuts)):
         piece, own = short[left + 1 : right], mask[left + 1 : right]
         if number:  # behind what the image has become, of which one token at least is its mark
-            found = np.nonzero(shown[place:])[0]
-            if not len(found):
+            indices = np.nonzero(shown[start:])[0]
+            if not len(indices):
                 return None
-            place += int(found[0]) + 1
+            start += int(indices[0]) + 1
             if right == len(short):
-                place = max(place, len(long) - len(piece))
-        while not np.array_equal(long[place : place + len(piece)], piece):
-            place += 1
-            if not number or place + len(piece) > len(long):
+                start = max(start, len(long) - len(piece))
+        while not np.array_equal(long[start : start + len(piece)], piece):
+            start += 1
+            if not number or start + len(piece) > len(long):
                 return None
-        moved[place : place + len(piece)] = own
-        place += len(piece)
-    return moved if place == len(long) else None
+        moved[start : start + len(piece)] = own
+        start += len(piece)
+    return moved if start == len(long) else None

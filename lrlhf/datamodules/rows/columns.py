@@ -28,10 +28,10 @@ def text_of(row: Row, column: str, *, setting: str = "", allow_empty: bool = Fal
         raise wrong_type(column, "text", value)
     if not value.strip() and not allow_empty:
         raise BadRow("empty text", f"column {column!r} is empty")
-    return whole_text(value, f"column {column!r}")
+    return valid_text(value, f"column {column!r}")
 
 
-def whole_text(text: str, what: str) -> str:
+def valid_text(text: str, what: str) -> str:
     """Return ``text``, which a tokenizer can read, or raise `BadRow`.
 
     JSON can write one half of a surrogate pair, and no encoding has a form for it.
@@ -65,7 +65,7 @@ def number_of(row: Row, column: str) -> float | None:
     return float(value)
 
 
-def structure_of(row: Row, column: str, wanted: type[T]) -> T | None:
+def structure_of(row: Row, column: str, kind: type[T]) -> T | None:
     """Return a column that is a list or a mapping, also one written as text; None if absent."""
     value = row.get(column)
     if isinstance(value, str) and value.strip():
@@ -75,8 +75,8 @@ def structure_of(row: Row, column: str, wanted: type[T]) -> T | None:
             raise BadRow("wrong type", f"column {column!r} is {error}") from error
     if value is None or value == "":
         return None
-    if not isinstance(value, wanted):
-        raise wrong_type(column, f"a {wanted.__name__}", value)
+    if not isinstance(value, kind):
+        raise wrong_type(column, f"a {kind.__name__}", value)
     return value
 
 
@@ -89,10 +89,12 @@ def with_turns(row: Row, *columns: str) -> dict[str, Any]:
     return {**row, **{name: read_turns(row[name], name) for name in columns if name in row}}
 
 
-def wrong_type(column: str, wanted: str, value: object) -> BadRow:
+def wrong_type(column: str, expected: str, value: object) -> BadRow:
     """Describe a column that holds another kind of value than is wanted."""
     kind = type(value).__name__
-    return BadRow("wrong type", f"column {column!r} should be {wanted}, not {kind} {shown(value)}")
+    return BadRow(
+        "wrong type", f"column {column!r} should be {expected}, not {kind} {shown(value)}"
+    )
 
 
 def shown(value: object) -> str:

@@ -19,7 +19,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from PIL import Image
 
 from lrlhf.datamodules.loading.sources import Row
-from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, Lost
+from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, Unused
 from lrlhf.datamodules.rows.chat import LOSS_MARKS, SYSTEM_COLUMNS, THOUGHT_KEYS, usual_role
 from lrlhf.datamodules.rows.columns import is_empty
 from lrlhf.datamodules.rows.media_rows import KINDS, media_columns
@@ -125,8 +125,8 @@ class _Value(NamedTuple):
 class _Verdict(NamedTuple):
     """What is lost of each row of a structure."""
 
-    lost: tuple[Lost, ...]
-    refused: tuple[Lost, ...]
+    unused: tuple[Unused, ...]
+    refused: tuple[Unused, ...]
     """What of it was clearly meant to be read, or learnt."""
 
 
@@ -146,15 +146,15 @@ class Conservation(Generic[DraftT]):
         parse: Callable[[Row, Path | None], DraftT],
         reached: Callable[[DraftT], Reached],
         constants: TemplateConstants = TemplateConstants(),  # noqa: B008  a tuple
-        ours: Collection[str] = (),
+        own_columns: Collection[str] = (),
         remedy: str = "",
     ) -> None:
         self._remedy = remedy
-        self._ours = ours
+        self._own_columns = own_columns
         self._parse, self._become, self._constants = parse, reached, constants
         self._verdicts: dict[object, _Verdict] = {}
 
-    def lost(self, row: Row, folder: Path | None, draft: DraftT) -> tuple[Lost, ...]:
+    def unused(self, row: Row, folder: Path | None, draft: DraftT) -> tuple[Unused, ...]:
         """Return what is lost of a row that was read.
 
         Raises:
@@ -173,13 +173,13 @@ class Conservation(Generic[DraftT]):
             verdict = self._verdict(row, folder, self._reached(draft), values)
             self._verdicts[structure] = verdict
         if verdict.refused:
-            what = " and ".join(lost.name for lost in verdict.refused)
+            what = " and ".join(unused.name for unused in verdict.refused)
             raise BadRow(
                 "left out of the text",
                 f"the model reads nothing of {what}",
-                remedy="; ".join(dict.fromkeys(lost.remedy for lost in verdict.refused)),
+                remedy="; ".join(dict.fromkeys(unused.remedy for unused in verdict.refused)),
             )
-        return verdict.lost
+        return verdict.unused
 
     def _verdict(
         self, row: Row, folder: Path | None, base: Reached, values: Sequence[_Value]
@@ -187,43 +187,43 @@ class Conservation(Generic[DraftT]):
         unread = self._unread_columns(row, folder, base, values)
         kinds = {Kind(f"{_KWARGS}.{name}"): False for name in self._unread_options(row)}
         kinds |= {
-            Kind(column): _is_meant(column, base) or _is_only_picture(column, row)
+            Kind(column): _is_essential_column(column, base) or _is_only_picture(column, row)
             for column in unread
         }
-        passed = {*base.named, *self._ours, *unread, _KWARGS}
+        passed = {*base.named, *self._own_columns, *unread, _KWARGS}
         values = [value for value in values if value.at[0] not in passed]
         marking = _Marking(row, self._constants.marks, values)
         marked = {value: None for value in values if marking.can_mark(value, base.text)}
-        whole = self._outcome(marking.row(marked), folder)
+        reached = self._outcome(marking.row(marked), folder)
         arrivals = _Arrivals(marking)
         alone: dict[object, list[_Value]] = {}
         for value in values:
-            if value in marked and whole is not None and arrivals.add(value, whole):
+            if value in marked and reached is not None and arrivals.add(value, reached):
                 continue
             if value in marked or value.kind.role:  # other columns are known to be read
                 alone.setdefault((value.kind, value.stage), []).append(value)
-        lost: list[_Value] = []
+        unused: list[_Value] = []
         for group in alone.values():
-            kept = [value for value in marked if whole and value not in group]
-            outcome = self._outcome(marking.row(kept, group), folder)
-            if _is_same(outcome, whole or base):
-                lost += group
+            effective = [value for value in marked if reached and value not in group]
+            outcome = self._outcome(marking.row(effective, group), folder)
+            if _is_same(outcome, reached or base):
+                unused += group
             else:
                 arrivals.add_changed(group, outcome)
-        for value in lost:
-            if _is_found_anew(value, base) and value.kind.key == "content":
+        for value in unused:
+            if _is_repeated(value, base) and value.kind.key == "content":
                 continue
             learnt, read = value.turn in arrivals.learnt, value.turn in arrivals.read
             essential = _is_essential(value, base, learnt=learnt, read=read)
             kinds[value.kind] = kinds.get(value.kind, False) or essential
-        told = {Lost(str(kind), self._remedy or kind.remedy): kinds[kind] for kind in kinds}
-        return _Verdict(tuple(told), tuple(lost for lost, essential in told.items() if essential))
+        named = {Unused(str(kind), self._remedy or kind.remedy): kinds[kind] for kind in kinds}
+        return _Verdict(tuple(named), tuple(each for each, essential in named.items() if essential))
 
     def _unread_columns(
         self, row: Row, folder: Path | None, base: Reached, values: Sequence[_Value]
     ) -> list[str]:
         """Return the columns without which all is the same, and that are not in the text either."""
-        passed = {*base.named, *self._ours, _KWARGS, _TOOLS}
+        passed = {*base.named, *self._own_columns, _KWARGS, _TOOLS}
         roles = {str(value.at[0]): value.kind.role for value in values}
         columns = {column: role for column, role in roles.items() if column not in passed}
         texts = {column for column in columns if isinstance(row[column], str)}
@@ -256,15 +256,15 @@ class Conservation(Generic[DraftT]):
 
     def _unread_options(self, row: Row) -> list[str]:
         options = row.get(_KWARGS)
-        given = options if isinstance(options, Mapping) else {}
-        return [name for name in given if name not in self._constants.variables]
+        known_options = options if isinstance(options, Mapping) else {}
+        return [name for name in known_options if name not in self._constants.variables]
 
 
 def _is_same(outcome: Reached | None, other: Reached) -> bool:
     return outcome is not None and outcome[:3] == other[:3]
 
 
-def _is_meant(column: str, base: Reached) -> bool:
+def _is_essential_column(column: str, base: Reached) -> bool:
     """Whether a column that nothing reads was clearly meant to be read."""
     # a plain text may have been rendered already, with its tools
     return column in _PICTURES or column in SYSTEM_COLUMNS or (column == _TOOLS and base.rendered)
@@ -273,15 +273,15 @@ def _is_meant(column: str, base: Reached) -> bool:
 def _is_only_picture(column: str, row: Row) -> bool:
     """Whether a column of another name holds the pictures of a row that has no others."""
     cell = row[column]
-    held = cell if isinstance(cell, list | tuple) else [cell]
+    cells = cell if isinstance(cell, list | tuple) else [cell]
     shows = any(not _is_nothing(row.get(name)) for name in _PICTURES)
     return not shows and any(
         isinstance(value, Image.Image) or (isinstance(value, Mapping) and value.get("bytes"))
-        for value in held
+        for value in cells
     )
 
 
-def _is_found_anew(value: _Value, base: Reached) -> bool:
+def _is_repeated(value: _Value, base: Reached) -> bool:
     """Whether it is of an answer beside a prompt, to which the policy is to find its own."""
     answers = value.kind.role == "assistant" or value.at[0] == "rejected"
     return value.stage == _LAST and answers and not base.learnt
@@ -291,8 +291,8 @@ def _is_essential(value: _Value, base: Reached, *, learnt: bool, read: bool) -> 
     """Whether a lost value was clearly meant to be read, or learnt."""
     kind = value.kind
     if not kind.role:
-        return learnt or _is_meant(kind.key, base)
-    if _is_found_anew(value, base):
+        return learnt or _is_essential_column(kind.key, base)
+    if _is_repeated(value, base):
         return False
     if kind.key in _CALL_KEYS or kind.part in _CALL_PARTS:
         return True
@@ -323,9 +323,9 @@ class _Marking:
             if value.piece is not None:
                 text, key = _pieces(text, separators)[value.piece].strip(), ""
             answers = value.stage == _LAST and role == "assistant"
-            told = (repr(text), value.kind.before, key, role, answers)
-            times[value.at[0], told] += 1
-            same = (told, times[value.at[0], told])
+            signature = (repr(text), value.kind.before, key, role, answers)
+            times[value.at[0], signature] += 1
+            same = (signature, times[value.at[0], signature])
             self._marks[value] = _FIRST_MARK + numbers.setdefault(same, len(numbers))
 
     def mark(self, value: _Value, shift: int = 0) -> str:
@@ -336,10 +336,10 @@ class _Marking:
         """Whether marks can stand for a value, which may be somewhere in a text."""
         if value.kind.part in KINDS or value.at[0] in _PICTURES:
             return False
-        given = _at(self._row, value.at)
+        current = _at(self._row, value.at)
         if value.kind.role or value.kind.key == _TOOLS:
-            return isinstance(given, str | list | tuple | Mapping)
-        pieces = _pieces(given, self._separators)[::2] if isinstance(given, str) else []
+            return isinstance(current, str | list | tuple | Mapping)
+        pieces = _pieces(current, self._separators)[::2] if isinstance(current, str) else []
         return any(piece.strip() and piece.strip() in text for piece in pieces)
 
     def row(self, marked: Iterable[_Value], changed: Iterable[_Value] = ()) -> Row:
@@ -348,15 +348,15 @@ class _Marking:
         pieces: dict[At, list[str]] = {}
         for shift, values in ((0, marked), (_OTHER, changed)):
             for value in values:
-                given = _at(self._row, value.at)
+                current = _at(self._row, value.at)
                 mark = self.mark(value, shift)
                 if value.piece is not None and value.at[0] not in _PICTURES:
-                    parts = pieces.setdefault(value.at, _pieces(given, self._separators))
+                    parts = pieces.setdefault(value.at, _pieces(current, self._separators))
                     parts[value.piece] = _masked(parts[value.piece], mark)
-                elif shift == 0 or (isinstance(given, str) and self.can_mark(value, given)):
-                    cells[value.at] = _deep(given, mark)
-                elif isinstance(given, bool | int | float):
-                    cells[value.at] = type(given)(not given)
+                elif shift == 0 or (isinstance(current, str) and self.can_mark(value, current)):
+                    cells[value.at] = _deep(current, mark)
+                elif isinstance(current, bool | int | float):
+                    cells[value.at] = type(current)(not current)
                 else:
                     cells[value.at] = _REMOVED
         cells |= {at: "".join(parts) for at, parts in pieces.items()}
@@ -396,9 +396,9 @@ def _groups(row: Row, separators: Sequence[str]) -> Iterator[list[_Value]]:
             continue
         if _are_turns(cell):
             roles = [usual_role(str(turn.get("role", turn.get("from")))) for turn in cell]
-            asked = max((i for i, role in enumerate(roles) if role == "user"), default=-1)
+            last_user = max((i for i, role in enumerate(roles) if role == "user"), default=-1)
             for number, (turn, role) in enumerate(zip(cell, roles, strict=True)):
-                stage = _LAST if number == len(cell) - 1 else int(number > asked)
+                stage = _LAST if number == len(cell) - 1 else int(number > last_user)
                 yield [*_of_turn(turn, (column, number), role, stage, separators)]
         elif isinstance(cell, str) and column != _TOOLS:
             yield [*_of_text(cell, (column,), Kind(column), 0, separators)]

@@ -44,12 +44,12 @@ _THREADS = 8
 
 
 @dataclass(frozen=True)
-class Unread:
+class DeferredMedia:
     """Media of a row, and the text that they belong to."""
 
     text: Text
     refs: MediaRefs
-    prompt: Unread | None = None
+    prompt: DeferredMedia | None = None
     """What comes before the answer, where the answer shows something itself."""
 
 
@@ -58,9 +58,9 @@ class TokenizedText:
     """A text that may show something."""
 
     input_ids: Tokens
-    unread: Unread | None = None
+    deferred: DeferredMedia | None = None
     media: Media | None = None
-    """What ``unread`` names, once it is read."""
+    """What ``deferred`` names, once it is read."""
     ends: tuple[int, ...] = ()
     """Tokens that end what is learnt of it."""
 
@@ -74,9 +74,7 @@ class Readable(Protocol):
     """A row whose texts may show something."""
 
     @property
-    def texts(self) -> Sequence[TokenizedText]:
-        """Its texts."""
-        ...
+    def texts(self) -> Sequence[TokenizedText]: ...
 
     def with_media(self, reader: MediaReader) -> Self:
         """Return the row with its media read, or raise `BadRow`."""
@@ -106,7 +104,7 @@ def media_in(row: Row, suffix: str = "") -> dict[str, list[Any]]:
     }
 
 
-def media_said(
+def media_text(
     messages: Sequence[Message], columns: Mapping[str, list[Any]]
 ) -> dict[str, list[Any]]:
     """Return what messages show, by kind: their parts, and the columns of the row.
@@ -114,13 +112,13 @@ def media_said(
     Raises:
         BadRow: They have more parts without data than the columns hold.
     """
-    taken = _Taken(columns)
+    placed = _PlacedMedia(columns)
     marks = _Marks({})
     if _places(messages, marks) != {kind: len(columns[kind]) for kind in KINDS}:
         marks = _LETTERS  # a judge of texts may read them
     for message in messages:
-        _without_data(message, taken, marks)
-    return {kind: [*taken.shown[kind], *taken.waiting[kind]] for kind in KINDS}
+        _without_data(message, placed, marks)
+    return {kind: [*placed.shown[kind], *placed.waiting[kind]] for kind in KINDS}
 
 
 @dataclass(frozen=True)
@@ -143,10 +141,10 @@ class MediaReader:
         """
         if self.processor is None:
             return MediaRefs()
-        given = frozenset(
+        present = frozenset(
             kind for kind in KINDS if {f"{kind}{suffix}", f"{kind}s{suffix}"} & row.keys()
         )
-        return replace(self._refs(media_in(row, suffix), folder), columns=given)
+        return replace(self._refs(media_in(row, suffix), folder), columns=present)
 
     def of_messages(
         self, messages: Sequence[Message], columns: MediaRefs, folder: Path | None
@@ -180,7 +178,7 @@ class MediaReader:
             _check_marks(counts, places, columns)
         elif columns and not any(places.values()):
             messages = _put_in(messages, columns)
-        taken = _Taken(
+        columns_media = _PlacedMedia(
             {
                 "image": list(columns.images),
                 "video": list(columns.videos),
@@ -188,15 +186,15 @@ class MediaReader:
             },
             self.options,
         )
-        bare_messages = tuple(_without_data(message, taken, marks) for message in messages)
-        left = sum(map(len, taken.waiting.values()))
+        bare_messages = tuple(_without_data(message, columns_media, marks) for message in messages)
+        left = sum(map(len, columns_media.waiting.values()))
         if left:
             raise BadRow(
                 "placeholder count",
                 f"{left} of the {len(columns)} images, videos and audios of the columns have no "
                 "part in the messages",
             )
-        return bare_messages, self._refs(taken.shown, folder)
+        return bare_messages, self._refs(columns_media.shown, folder)
 
     def of_texts(self, texts: Sequence[str], refs: MediaRefs) -> tuple[str, ...]:
         """Write the model's own marks in the place of ``<image>`` and others in plain texts.
@@ -228,7 +226,7 @@ class MediaReader:
             return refs
         return refs.first(_Marks(self.processor.marks).count(texts))
 
-    def read(self, unread: Unread, short_ids: Tokens) -> tuple[Tokens, Media]:
+    def read(self, deferred: DeferredMedia, short_ids: Tokens) -> tuple[Tokens, Media]:
         """Read the media of a text, whose ``short_ids`` have one placeholder each, and encode it.
 
         Raises:
@@ -236,13 +234,13 @@ class MediaReader:
         """
         assert self.processor is not None  # else there are no refs
         encoded = self.processor.read(
-            unread.text.text,
-            unread.refs,
+            deferred.text.text,
+            deferred.refs,
             self.options,
-            complete=unread.text.complete,
+            complete=deferred.text.complete,
             prompt_ids=short_ids.tolist(),
         )
-        names = ", ".join(unread.refs.names)
+        names = ", ".join(deferred.refs.names)
         remedy = ", or lower media.max_pixels or media.max_frames"
         self._check_length(encoded.input_ids, f"{names}:", "tokens with the text", remedy)
         return np.asarray(encoded.input_ids, dtype=np.int32), encoded.media
@@ -259,14 +257,14 @@ class MediaReader:
     def check(self, rows: Sequence[ReadableT | BadRow]) -> list[ReadableT | BadRow]:
         """Put a `BadRow` in the place of every row that is too long or shows what is unusable."""
         good = [row for row in rows if not isinstance(row, BadRow)]
-        showing = sum(any(text.unread for text in row.texts) for row in good)
+        showing = sum(any(text.deferred for text in row.texts) for row in good)
         check = self.options.check
-        whole = check == "all" or (check == "auto" and showing <= _ALL_ROWS)
+        decode = check == "all" or (check == "auto" and showing <= _ALL_ROWS)
 
         def looked_at(row: ReadableT | BadRow) -> ReadableT | BadRow:
             try:
                 if not isinstance(row, BadRow):
-                    self._look_at(row, whole=whole)
+                    self._look_at(row, decode=decode)
             except BadRow as problem:
                 return problem
             return row
@@ -285,13 +283,13 @@ class MediaReader:
                 remedy=f"raise {setting}{remedy}",
             )
 
-    def _look_at(self, row: Readable, *, whole: bool) -> None:
+    def _look_at(self, row: Readable, *, decode: bool) -> None:
         for index, text in enumerate(row.texts):
             what = "it" if len(row.texts) == 1 else f"candidate {index} with its prompt"
             self._check_length(text.input_ids, f"{what} has", "tokens", self.remedy)
             if self.processor is None:
                 continue
-            if text.unread is None and np.isin(text.input_ids, self.placeholders).any():
+            if text.deferred is None and np.isin(text.input_ids, self.placeholders).any():
                 # the forward pass of a batch in which another row shows something would fail at it
                 raise BadRow(
                     "placeholder count",
@@ -300,19 +298,18 @@ class MediaReader:
                 )
         if self.processor is None:
             return
-        if whole:
+        if decode:
             row.with_media(self)
         else:
-            for unread in (text.unread for text in row.texts if text.unread is not None):
-                self.processor.check(unread.text.text, unread.refs)
+            for deferred in (text.deferred for text in row.texts if text.deferred is not None):
+                self.processor.check(deferred.text.text, deferred.refs)
 
     def limited(self, max_tokens: int | None, setting: str, remedy: str = "") -> MediaReader:
-        """Return a reader with another limit of tokens."""
         return replace(self, max_tokens=(max_tokens, setting), remedy=remedy)
 
-    def _refs(self, found: Mapping[str, Sequence[Any]], folder: Path | None) -> MediaRefs:
+    def _refs(self, media: Mapping[str, Sequence[Any]], folder: Path | None) -> MediaRefs:
         return MediaRefs(
-            *(tuple(self._anchored(one, folder) for one in found[kind]) for kind in KINDS)
+            *(tuple(self._anchored(each, folder) for each in media[kind]) for kind in KINDS)
         )
 
     def _anchored(self, value: Any, folder: Path | None) -> Any:
@@ -356,7 +353,7 @@ def _with_options(value: Any, kind: str) -> Any:
 
 
 @dataclass(frozen=True)
-class _Taken:
+class _PlacedMedia:
     """Media of columns that wait for a place, and those that have one, by kind."""
 
     waiting: Mapping[str, list[Any]]
@@ -437,22 +434,22 @@ def _data_of(part: Mapping[str, Any], kind: str) -> Any:
 
 
 def _options_of(part: Mapping[str, Any], kind: str) -> PartOptions:
-    given = {key: value for key, value in part.items() if value is not None}
-    if given.get("detail") in ("auto", "high"):
-        del given["detail"]  # as the model's own processor scales
-    if kind == "image" and given.get("detail") == "low":
-        del given["detail"]
-        given.setdefault("max_pixels", _LOW_DETAIL)
+    options = {key: value for key, value in part.items() if value is not None}
+    if options.get("detail") in ("auto", "high"):
+        del options["detail"]  # as the model's own processor scales
+    if kind == "image" and options.get("detail") == "low":
+        del options["detail"]
+        options.setdefault("max_pixels", _LOW_DETAIL)
     followed = _OPTIONS[kind]
     other = [
         name
         for name in (*_NOT_FOLLOWED, *_OPTIONS["video"])
-        if name in given and name not in followed
+        if name in options and name not in followed
     ]
     if other:
         known = f"those of {kind}s are {', '.join(followed)}" if followed else f"{kind}s have none"
         raise _option(f"a part of type {kind!r} has {other[0]}, which is not followed; {known}")
-    read = {name: _number(name, given[name]) for name in followed if name in given}
+    read = {name: _number(name, options[name]) for name in followed if name in options}
     if ("resized_height" in read) != ("resized_width" in read):
         raise _option("resized_height and resized_width go together, and a part has one of them")
     if read.get("video_end", math.inf) <= read.get("video_start", 0):
@@ -470,11 +467,13 @@ def _number(name: str, value: Any) -> Any:
         raise _option(f"timestamps of a part are {stamps!r:.60}, not seconds that grow")
     least = 0 if name in ("video_start", "video_end", "a timestamp") else 1e-6
     number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-    whole = name not in ("fps", "sample_fps") and least > 0
-    if not number or not least <= value < math.inf or (whole and value != int(value)):
-        kind = "a whole number above 0" if whole else "a number above 0" if least else "seconds"
+    is_integer = name not in ("fps", "sample_fps") and least > 0
+    if not number or not least <= value < math.inf or (is_integer and value != int(value)):
+        kind = (
+            "a whole number above 0" if is_integer else "a number above 0" if least else "seconds"
+        )
         raise _option(f"{name} of a part is {value!r:.40}, not {kind}")
-    return int(value) if whole else float(value)
+    return int(value) if is_integer else float(value)
 
 
 def _option(what: str) -> BadRow:
@@ -501,11 +500,11 @@ class _Marks:
     def split(self, text: str) -> Iterator[tuple[str, str | None]]:
         """Cut a text at its marks; yields a piece of text and None, or a mark and its kind."""
         end = 0
-        for found in self._pattern.finditer(text):
-            if found.start() > end:
-                yield text[end : found.start()], None
-            yield found[0], self._kinds[found[0]]
-            end = found.end()
+        for match in self._pattern.finditer(text):
+            if match.start() > end:
+                yield text[end : match.start()], None
+            yield match[0], self._kinds[match[0]]
+            end = match.end()
         if end < len(text):
             yield text[end:], None
 
@@ -519,7 +518,7 @@ _LETTERS = _Marks({}, ())
 """Marks that are letters like any."""
 
 
-def _without_data(message: Message, taken: _Taken, marks: _Marks) -> Message:
+def _without_data(message: Message, placed: _PlacedMedia, marks: _Marks) -> Message:
     """Leave ``{"type": kind}`` of each media part and mark, and collect what it shows."""
     content = message.get("content")
     marked = any(marks.count(_texts(message)).values())
@@ -529,7 +528,7 @@ def _without_data(message: Message, taken: _Taken, marks: _Marks) -> Message:
     for part in [content] if isinstance(content, str) else _parts(message):
         kind = _kind_of(part)
         if kind is not None and isinstance(part, Mapping):
-            taken.add(kind, _data_of(part, kind))
+            placed.add(kind, _data_of(part, kind))
             parts.append({"type": kind})
             continue
         text = part.get("text") if isinstance(part, Mapping) else part
@@ -539,7 +538,7 @@ def _without_data(message: Message, taken: _Taken, marks: _Marks) -> Message:
         rest = part if isinstance(part, Mapping) else {"type": "text"}
         for piece, mark in marks.split(text):
             if mark is not None:
-                taken.add(mark, None)
+                placed.add(mark, None)
             parts.append({**rest, "text": piece} if mark is None else {"type": mark})
     return {**message, "content": parts}
 
@@ -568,13 +567,13 @@ def _check_marks(marks: Mapping[str, int], places: Mapping[str, int], refs: Medi
     """Compare the media of columns with what stands for them: marks, and parts without data."""
     if places == refs.counts:
         return
-    told = [kind for kind in KINDS if places[kind] or refs.counts[kind]]
+    kinds = [kind for kind in KINDS if places[kind] or refs.counts[kind]]
     bare = sum(places.values()) - sum(marks.values())
-    beside = f" beside {bare} part(s) without data" if bare else ""
+    addition = f" beside {bare} part(s) without data" if bare else ""
     raise BadRow(
         "placeholder count",
-        f"the text has {' and '.join(f'{marks[kind]} <{kind}>' for kind in told)}{beside}, the row "
-        f"{' and '.join(f'{refs.counts[kind]} {kind}(s)' for kind in told)}"
+        f"the text has {' and '.join(f'{marks[kind]} <{kind}>' for kind in kinds)}{addition}, the "
+        f"row {' and '.join(f'{refs.counts[kind]} {kind}(s)' for kind in kinds)}"
         + (f": {', '.join(refs.names)}" if refs else ""),
         remedy="give each image, video and audio of the columns one mark; what a part of a message "
         "holds itself needs none",

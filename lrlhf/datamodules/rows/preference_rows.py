@@ -44,8 +44,8 @@ from lrlhf.datamodules.rows.columns import (
 )
 from lrlhf.datamodules.rows.conservation import Reached, after
 from lrlhf.datamodules.rows.media_rows import (
+    DeferredMedia,
     MediaReader,
-    Unread,
     bare_parts,
     media_columns,
     parts_in,
@@ -324,8 +324,8 @@ class PreferenceParser:
         elif isinstance(prompt, list | tuple):
             turns = with_system(read_messages(prompt, self.prompt_column), row)
         else:
-            asked = _user(prompt) if isinstance(prompt, str) else ()
-            turns = with_system(asked or (shown,), row)
+            prompt_turns = _user(prompt) if isinstance(prompt, str) else ()
+            turns = with_system(prompt_turns or (shown,), row)
         if row.get(answer_column) is not None:
             answer = _turns(row, answer_column)
             turns = sum(without_prompt(turns, answer, answer_column), ())
@@ -389,29 +389,29 @@ class PreferenceParser:
         turns = with_system(turns, row)
         shared = self.media.of_columns(row, folder)
         # an answer may show what the columns have left
-        wholes, refs = zip(
+        conversations, refs = zip(
             *(self.media.of_messages((*turns, *rest), shared, folder) for rest in (first, second)),
             strict=True,
         )
         start = len(turns)
-        asked = wholes[0][:start]  # what stands first is filled first
-        if wholes[1][:start] != asked:
+        prompt = conversations[0][:start]  # what stands first is filled first
+        if conversations[1][:start] != prompt:
             raise BadRow(
                 "placeholder count",
                 "one candidate has a mark of an image, video or audio, and neither the prompt nor "
                 "the other candidate has one",
                 remedy="put the mark into the prompt, or into both candidates",
             )
-        before = self.chat.opened(asked, row) if asked else ""
+        before = self.chat.opened(prompt, row) if prompt else ""
         texts, spans = [], []
-        for whole in wholes:
-            texts.append(Text(self.chat.render(whole, row, prompt=False), True))
-            spans.append(self.chat.answer_spans(whole, row, start) if self.answers_only else None)
+        for chat in conversations:
+            texts.append(Text(self.chat.render(chat, row, prompt=False), True))
+            spans.append(self.chat.answer_spans(chat, row, start) if self.answers_only else None)
         pair = TextPair(
             Text(before, True),
             (texts[0], texts[1]),
             (refs[0], refs[1]),
-            refs[0].first(parts_in(asked)),
+            refs[0].first(parts_in(prompt)),
             (spans[0], spans[1]),
         )
         return pair, before
@@ -427,14 +427,16 @@ def _no_answers(row: Row, suffixes: Sequence[str]) -> BadDataError:
     )
 
 
-def candidate_columns(row: Row, given: tuple[str, str] = ("chosen", "rejected")) -> tuple[str, str]:
-    """Return the columns of the candidates' texts: candidate0 and candidate1, or ``given``.
+def candidate_columns(
+    row: Row, columns: tuple[str, str] = ("chosen", "rejected")
+) -> tuple[str, str]:
+    """Return the columns of the candidates' texts: candidate0 and candidate1, or ``columns``.
 
     Raises:
         BadRow: One is missing.
     """
     unordered = any(row.get(name) is not None for name in UNORDERED_COLUMNS)
-    names = UNORDERED_COLUMNS if unordered else given
+    names = UNORDERED_COLUMNS if unordered else columns
     for name, setting in zip(names, ("chosen_column", "rejected_column"), strict=True):
         if row.get(name) is None:
             raise missing_column(name, row, setting=setting)
@@ -497,13 +499,13 @@ def _conversations(row: Row, prompt_column: str, first: str, second: str) -> Pai
     candidates = _turns(row, first), _turns(row, second)
     prompt = row.get(prompt_column)
     if isinstance(prompt, str | None):
-        given = _user(prompt or "")
+        user = _user(prompt or "")
     else:
-        given = read_messages(prompt, prompt_column)
-    if not given:
+        user = read_messages(prompt, prompt_column)
+    if not user:
         return PairTurns(*split_messages(*candidates))
-    before, answer = without_prompt(given, candidates[0], first)
-    other_before, other_answer = without_prompt(given, candidates[1], second)
+    before, answer = without_prompt(user, candidates[0], first)
+    other_before, other_answer = without_prompt(user, candidates[1], second)
     if before != other_before:
         raise BadRow(
             "different prompts",
@@ -551,13 +553,13 @@ def tokenize_pairs(
                     margin=draft.margin,
                     keys=keys,
                     info=draft.info,
-                    said=_said(draft.pair, specials) if lossy else None,
+                    source_texts=_row_texts(draft.pair, specials) if lossy else None,
                 )
             )
     return rows
 
 
-def _said(pair: TextPair, specials: Sequence[str]) -> tuple[str, str, str]:
+def _row_texts(pair: TextPair, specials: Sequence[str]) -> tuple[str, str, str]:
     """Return the prompt and the answers as text, without what a template puts around answers."""
     starts = [_shared_start(pair.prompt.text, text.text) for text in pair.candidates]
     first, second = (
@@ -567,9 +569,9 @@ def _said(pair: TextPair, specials: Sequence[str]) -> tuple[str, str, str]:
     return unsplit(starts[0]), unsplit(first), unsplit(second)
 
 
-def _shared_start(prompt: str, whole: str) -> str:
+def _shared_start(prompt: str, text: str) -> str:
     """Return the prompt as far as a text begins with it, cut in front of the word that differs."""
-    start = commonprefix([prompt, whole])  # noqa: RUF071  of letters, as it is meant
+    start = commonprefix([prompt, text])  # noqa: RUF071  of letters, as it is meant
     return start if start == prompt else re.sub(r"\S*\Z", "", start)
 
 
@@ -597,9 +599,9 @@ def _candidate(
         ids, trained, ends = ended.ids, None if trained is None else ended.trained, ended.ends
     refs = pair.refs[index]
     alone = not pair.prompt.text or len(refs) == len(pair.prompt_refs)
-    before = None if alone else Unread(pair.prompt, pair.prompt_refs)
-    unread = Unread(text, refs, before) if refs else None
-    return Candidate(input_ids=ids, start=start, trained=trained, ends=ends, unread=unread)
+    before = None if alone else DeferredMedia(pair.prompt, pair.prompt_refs)
+    deferred = DeferredMedia(text, refs, before) if refs else None
+    return Candidate(input_ids=ids, start=start, trained=trained, ends=ends, deferred=deferred)
 
 
 def keyed(key: str, refs: MediaRefs) -> str:

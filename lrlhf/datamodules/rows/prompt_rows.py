@@ -15,7 +15,7 @@ from lrlhf.bounded_templates import BoundedEnvironment
 from lrlhf.datamodules.loading.sources import Row
 from lrlhf.datamodules.rows.bad_rows import BadRow, missing_column
 from lrlhf.datamodules.rows.chat import SYSTEM_COLUMNS, ChatFormat, Text, read_messages, with_system
-from lrlhf.datamodules.rows.columns import shown, text_of, whole_text, with_turns
+from lrlhf.datamodules.rows.columns import shown, text_of, valid_text, with_turns
 from lrlhf.datamodules.rows.conservation import Reached
 from lrlhf.datamodules.rows.media_rows import MediaReader, media_columns
 from lrlhf.media import MediaRefs
@@ -96,25 +96,25 @@ def without_prompt(
         BadRow: A user has the last word in the prompt, the candidate begins with another turn of a
             user or system, and the prompt is not in it.
     """
-    given, turns = [_said(turn) for turn in prompt], [_said(turn) for turn in candidate]
-    whole = turns[0][0] in _BEFORE_ANSWERS
-    for start in range(len(turns) - len(given) + 1 if whole else 1):
-        if given and turns[start : start + len(given)] == given:
-            end = start + len(given)
+    head, turns = ([_turn_text(turn) for turn in prompt], [_turn_text(turn) for turn in candidate])
+    repeats = turns[0][0] in _BEFORE_ANSWERS
+    for start in range(len(turns) - len(head) + 1 if repeats else 1):
+        if head and turns[start : start + len(head)] == head:
+            end = start + len(head)
             return tuple(candidate[:end]), tuple(candidate[end:])
-    if given and given[0][0] == "system" and given[1:] and turns[: len(given) - 1] == given[1:]:
-        return tuple(prompt), tuple(candidate[len(given) - 1 :])
-    if whole and given and given[-1][0] == "user":
+    if head and head[0][0] == "system" and head[1:] and turns[: len(head) - 1] == head[1:]:
+        return tuple(prompt), tuple(candidate[len(head) - 1 :])
+    if repeats and head and head[-1][0] == "user":
         raise BadRow(
             "prompt not in the conversation",
             f"column {column!r} begins with {turns[0][0]} {shown(turns[0][1])} and does not hold "
-            f"the prompt, which ends with user {shown(given[-1][1])}",
+            f"the prompt, which ends with user {shown(head[-1][1])}",
             remedy="name the right column in `prompt_column`",
         )
     return tuple(prompt), tuple(candidate)
 
 
-def _said(turn: Message) -> tuple[str, object]:
+def _turn_text(turn: Message) -> tuple[str, object]:
     """Return the role and content, by which turns are compared."""
     content = turn.get("content")
     text = text_of_parts(content)
@@ -126,8 +126,8 @@ def transcript_messages(text: str) -> tuple[Message, ...]:
     """Read the turns of a ``Human: … Assistant: …`` transcript."""
     pieces = _TURN.split(text)[1:]
     return tuple(
-        {"role": _ROLES[speaker], "content": said.strip()}
-        for speaker, said in zip(pieces[::2], pieces[1::2], strict=True)
+        {"role": _ROLES[speaker], "content": content.strip()}
+        for speaker, content in zip(pieces[::2], pieces[1::2], strict=True)
     )
 
 
@@ -184,8 +184,8 @@ class ColumnPattern:
                 f"column {self._source!r} has no {self._pattern.pattern!r}: {text[-60:]!r}",
                 remedy="correct the regular expression in `column_patterns`",
             )
-        found = match.group(1 if self._pattern.groups else 0)
-        return (found or "").strip()
+        answer = match.group(1 if self._pattern.groups else 0)
+        return (answer or "").strip()
 
 
 def _not_none(value: Any) -> Any:
@@ -229,7 +229,7 @@ class PromptTemplate:
             LookupError,
         ) as error:
             raise BadRow("prompt_template failed", f"{type(error).__name__}: {error}") from error
-        return whole_text(text, "the rendered template")
+        return valid_text(text, "the rendered template")
 
 
 @dataclass(frozen=True)
@@ -267,8 +267,8 @@ class PromptParser:
         if isinstance(prompt, str):
             (prompt,) = self.media.of_texts((prompt,), refs)
             return PromptDraft(prompt, Text(prompt, complete=False), columns, refs, system)
-        asked = with_system(prompt, row if system else {}, self.system_prompt)
-        prompt, refs = self.media.of_messages(asked, refs, folder)
+        messages = with_system(prompt, row if system else {}, self.system_prompt)
+        prompt, refs = self.media.of_messages(messages, refs, folder)
         text = self.chat.render(prompt, row, prompt=True)
         return PromptDraft(prompt, Text(text, complete=True), columns, refs, system)
 
@@ -298,10 +298,10 @@ class PromptParser:
         return messages, columns
 
     def _is_pair(self, row: Row) -> bool:
-        wanted = {self.column, *DIALOGUE_COLUMNS}
+        columns = {self.column, *DIALOGUE_COLUMNS}
         default = self.column == DEFAULT_PROMPT_COLUMN
         present = {name for name, value in row.items() if value is not None}
-        return default and not wanted & present and set(PAIR_COLUMNS) <= present
+        return default and not columns & present and set(PAIR_COLUMNS) <= present
 
     def _shared_prompt(self, row: Row) -> tuple[Prompt, dict[str, Any]]:
         """Read the prompt that the two answers of a preference row share."""

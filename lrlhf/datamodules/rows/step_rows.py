@@ -24,7 +24,7 @@ from lrlhf.datamodules.rows.chat import (
     with_system,
 )
 from lrlhf.datamodules.rows.collate import padded
-from lrlhf.datamodules.rows.columns import structure_of, text_of, whole_text, with_turns, wrong_type
+from lrlhf.datamodules.rows.columns import structure_of, text_of, valid_text, with_turns, wrong_type
 from lrlhf.datamodules.rows.conservation import Reached
 from lrlhf.datamodules.rows.media_rows import MediaReader, TokenizedText
 from lrlhf.datamodules.rows.preference_rows import digest
@@ -122,7 +122,7 @@ class StepParser:
                 raise BadRow("wrong type", f"{what} should be text, not {step!r:.60}")
             if not step.strip():
                 raise BadRow("empty text", f"{what} is empty")
-            yield whole_text(step, what)
+            yield valid_text(step, what)
 
     def _labels(self, row: Row) -> Iterator[float]:
         for number, label in enumerate(self._list(row, self.labels_column), start=1):
@@ -186,13 +186,13 @@ def collate_steps(rows: Sequence[StepRow], pad_token_id: int) -> StepBatch:
         own = torch.full((len(row.input_ids),), -1.0)
         own[list(row.ends)] = torch.tensor(row.labels)
         labels.append(own)
-    given = pad_sequence(labels, batch_first=True, padding_value=-1.0)
+    padded_labels = pad_sequence(labels, batch_first=True, padding_value=-1.0)
     return StepBatch(
         input_ids=input_ids,
         attention_mask=attention_mask,
-        response_mask=given >= 0,
-        step_ends=given != -1,  # NaN too: a step without a label
-        labels=given.nan_to_num(0.0).clamp(min=0.0),
+        response_mask=padded_labels >= 0,
+        step_ends=padded_labels != -1,  # NaN too: a step without a label
+        labels=padded_labels.nan_to_num(0.0).clamp(min=0.0),
         starts=torch.tensor([row.start for row in rows]),
         places=tuple(row.place for row in rows),
     )

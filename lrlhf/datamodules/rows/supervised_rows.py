@@ -35,7 +35,7 @@ from lrlhf.datamodules.rows.chat import (
 from lrlhf.datamodules.rows.collate import media_of, moved_mask, padded
 from lrlhf.datamodules.rows.columns import text_of, with_turns
 from lrlhf.datamodules.rows.conservation import Reached, after
-from lrlhf.datamodules.rows.media_rows import MediaReader, TokenizedText, Unread, parts_in
+from lrlhf.datamodules.rows.media_rows import DeferredMedia, MediaReader, TokenizedText, parts_in
 from lrlhf.datamodules.rows.preference_rows import digest, keyed
 from lrlhf.datamodules.rows.prompt_rows import DIALOGUE_COLUMNS, without_prompt
 from lrlhf.media import MediaRefs
@@ -82,9 +82,9 @@ class SupervisedRow(TokenizedText):
 
     def with_media(self, reader: MediaReader) -> SupervisedRow:
         """Read the images and videos, or raise `BadRow`."""
-        if self.unread is None:
+        if self.deferred is None:
             return self
-        input_ids, media = reader.read(self.unread, self.input_ids)
+        input_ids, media = reader.read(self.deferred, self.input_ids)
         trained = moved_mask(self.input_ids, self.trained, input_ids, reader.placeholders)
         return replace(self, input_ids=input_ids, trained=trained, media=media)
 
@@ -113,11 +113,11 @@ class SupervisedParser:
                 return self._dialogue(read_messages(row[column], column), None, row, folder)
         if row.get(self.text_column) is not None:
             return self._text(row, folder)
-        wanted = f"{self.messages_column}, {self.prompt_column} and {self.completion_column}, or "
+        expected = f"{self.messages_column}, {self.prompt_column} and {self.completion_column}, or "
         columns = ", ".join(sorted(row)) or "none"
         raise BadRow(
             "missing column",
-            f"it has no column {wanted}{self.text_column} (columns: {columns})",
+            f"it has no column {expected}{self.text_column} (columns: {columns})",
             remedy="name the right columns in `messages_column`, `prompt_column` and "
             "`completion_column`, or `text_column`",
         )
@@ -138,7 +138,7 @@ class SupervisedParser:
         prompt, completion = row.get(self.prompt_column), row[self.completion_column]
         if prompt is None:
             raise missing_column(self.prompt_column, row, setting="prompt_column")
-        if self.as_chat or any(isinstance(one, list | tuple) for one in (prompt, completion)):
+        if self.as_chat or any(isinstance(each, list | tuple) for each in (prompt, completion)):
             before = self._turns(row, self.prompt_column, "user")
             after = self._turns(row, self.completion_column, "assistant")
             before, after = without_prompt(before, after, self.completion_column)
@@ -149,14 +149,14 @@ class SupervisedParser:
                 "prompt and completion are plain text, and loss_on is assistant",
                 remedy="set `loss_on` to completion, or make them turns of a chat: as_chat: true",
             )
-        asked = text_of(row, self.prompt_column, allow_empty=True)
-        said = text_of(row, self.completion_column)
+        prompt_text = text_of(row, self.prompt_column, allow_empty=True)
+        answer = text_of(row, self.completion_column)
         refs = self.media.of_columns(row, folder)
-        asked, said = self.media.of_texts((asked, said), refs)
+        prompt_text, answer = self.media.of_texts((prompt_text, answer), refs)
         return SupervisedDraft(
-            Text(asked + said, complete=False),
-            keyed(asked or said, self.media.refs_within((asked or said,), refs)),
-            prompt=None if self.loss_on == "all" else Text(asked, complete=False),
+            Text(prompt_text + answer, complete=False),
+            keyed(prompt_text or answer, self.media.refs_within((prompt_text or answer,), refs)),
+            prompt=None if self.loss_on == "all" else Text(prompt_text, complete=False),
             refs=refs,
         )
 
@@ -169,18 +169,18 @@ class SupervisedParser:
         self, messages: Turns, start: int | None, row: Row, folder: Path | None
     ) -> SupervisedDraft:
         """Read turns, of which the completion begins with number ``start``; None: is the last."""
-        given = len(messages)
+        count = len(messages)
         messages = with_system(messages, row, self.system_prompt)
-        start = None if start is None else start + len(messages) - given
+        start = None if start is None else start + len(messages) - count
         default: LossOn = "assistant" if start is None else "completion"
         loss_on = self.loss_on or default
         first = next((i for i, one in enumerate(messages) if one["role"] == "assistant"), None)
         if start is None:
             start = len(messages) - 1
             if loss_on == "completion" and messages[-1]["role"] != "assistant":
-                raise _nothing_said("the last turn is not the assistant's")
+                raise _is_blank("the last turn is not the assistant's")
         if loss_on == "assistant" and first is None:
-            raise _nothing_said("no turn is the assistant's")
+            raise _is_blank("no turn is the assistant's")
         masked = _masked_turns(messages)
         if masked and loss_on == "all":
             raise BadRow(
@@ -190,10 +190,10 @@ class SupervisedParser:
             )
         shown = self.media.of_columns(row, folder)
         messages, refs = self.media.of_messages(messages, shown, folder)
-        asked = messages[:first]
+        prompt = messages[:first]
         draft = partial(
             SupervisedDraft,
-            key=keyed(repr([*map(dict, asked)]), refs.first(parts_in(asked))),
+            key=keyed(repr([*map(dict, prompt)]), refs.first(parts_in(prompt))),
             answered=messages[-1]["role"] == "assistant",
             refs=refs,
         )
@@ -203,17 +203,17 @@ class SupervisedParser:
             loss_on = "assistant"
         if loss_on == "assistant":
             if all(i in masked for i, one in enumerate(messages) if one["role"] == "assistant"):
-                raise _nothing_said("every answer is marked as not to be learnt", "")
+                raise _is_blank("every answer is marked as not to be learnt", "")
             text, spans = self.chat.render_spans(messages, row, without=masked)
             return draft(Text(text, complete=True), spans=tuple(spans))
-        whole = Text(self.chat.render(messages, row, prompt=False), complete=True)
+        rendered = Text(self.chat.render(messages, row, prompt=False), complete=True)
         if loss_on == "all":
-            return draft(whole)
+            return draft(rendered)
         own = self.chat.answer_spans(messages, row, start)
         if own is not None:
-            return draft(whole, spans=tuple(own))
+            return draft(rendered, spans=tuple(own))
         before = self.chat.render(messages[:start], row, prompt=True) if start else ""
-        return draft(whole, prompt=Text(before, complete=True))
+        return draft(rendered, prompt=Text(before, complete=True))
 
 
 def _masked_turns(messages: Turns) -> set[int]:
@@ -242,7 +242,7 @@ def _masked_turns(messages: Turns) -> set[int]:
     return masked
 
 
-def _nothing_said(what: str, otherwise: str = ", or set `loss_on` to all") -> BadRow:
+def _is_blank(what: str, otherwise: str = ", or set `loss_on` to all") -> BadRow:
     return BadRow("no completion", what, remedy=f"leave the row out{otherwise}")
 
 
@@ -261,7 +261,7 @@ def tokenize_supervised(
     spans = [draft.spans or () for draft in marked]
     with_spans = iter(tokenize_spans(tokenizer, [draft.text.text for draft in marked], spans))
     plain = [draft for draft in drafts if draft.spans is None]
-    whole = iter(tokenize_ended(tokenizer, [draft.text for draft in plain]))
+    encoded = iter(tokenize_ended(tokenizer, [draft.text for draft in plain]))
     prompts = [draft.prompt for draft in plain if draft.prompt is not None]
     before = iter(tokenize(tokenizer, prompts))
     rows: list[SupervisedRow | BadRow] = []
@@ -269,7 +269,7 @@ def tokenize_supervised(
         if draft.spans is not None:
             ids, trained = next(with_spans)
         else:
-            ids = next(whole)
+            ids = next(encoded)
             start = 0 if draft.prompt is None else common_prefix(next(before), ids)
             trained = np.arange(len(ids)) >= start
         rows.append(_row(endings, draft, ids, trained))
@@ -283,10 +283,10 @@ def _row(
     if not trained.any():
         return BadRow("too short", "there is no token to train on")
     text = with_end(endings.tokenizer, draft.text)
-    found = endings.learnt(ids, trained, open_ended=draft.text.complete and draft.answered)
-    if len(found.ids) > len(ids):
+    learnt = endings.learnt(ids, trained, open_ended=draft.text.complete and draft.answered)
+    if len(learnt.ids) > len(ids):
         text = text._replace(text=text.text + endings.mark)
-    if draft.answered and not found.ends:
+    if draft.answered and not learnt.ends:
         return BadRow(
             "no end of a turn",
             "nothing that is learnt of it is a token at which generation stops "
@@ -295,11 +295,11 @@ def _row(
             "{% generation %} marks if it has any",
         )
     return SupervisedRow(
-        input_ids=found.ids,
-        trained=found.trained,
-        ends=found.ends,
+        input_ids=learnt.ids,
+        trained=learnt.trained,
+        ends=learnt.ends,
         key=digest(draft.key),
-        unread=Unread(text, draft.refs) if draft.refs else None,
+        deferred=DeferredMedia(text, draft.refs) if draft.refs else None,
     )
 
 

@@ -10,7 +10,7 @@ from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.chat import SYSTEM_COLUMNS, with_system
 from lrlhf.datamodules.rows.columns import text_of, with_turns
 from lrlhf.datamodules.rows.conservation import Reached
-from lrlhf.datamodules.rows.media_rows import KINDS, media_columns, media_in, media_said
+from lrlhf.datamodules.rows.media_rows import KINDS, media_columns, media_in, media_text
 from lrlhf.datamodules.rows.preference_rows import (
     SHOWN_CANDIDATES,
     UNORDERED_COLUMNS,
@@ -28,20 +28,20 @@ from lrlhf.types import Message, Prompt
 MediaByKind = Mapping[str, list[Any]]
 
 
-class Judged(NamedTuple):
+class CandidateMedia(NamedTuple):
     """One candidate."""
 
     text: str
     media: MediaByKind
 
 
-class JudgedPair(NamedTuple):
+class RatedPair(NamedTuple):
     """Two candidates and what people said of them."""
 
     prompt: Prompt
     media: MediaByKind
     """What the prompt shows."""
-    candidates: tuple[Judged, Judged]
+    candidates: tuple[CandidateMedia, CandidateMedia]
     label: float
     """1: the first is better, -1: the second, 0: neither."""
     placed: bool
@@ -52,7 +52,7 @@ class JudgedPair(NamedTuple):
     @property
     def reached(self) -> Reached:
         """What of the row the judge is shown; the answers are what it learns of."""
-        answers = "\n".join(one.text for one in self.candidates)
+        answers = "\n".join(candidate.text for candidate in self.candidates)
         besides = repr((self.media, self.candidates, self.label))
         return Reached(f"{prompt_text(self.prompt)}\n{answers}", answers, besides, self.further)
 
@@ -65,15 +65,15 @@ class JudgedPair(NamedTuple):
     def keys(self) -> Iterator[str]:
         """Yield what pairs of another split must not share: the prompt, or the candidates."""
         # one question may be asked about all pictures: pairs are told apart by what they show
-        by_candidates = any(any(one.media.values()) for one in self.candidates)
+        by_candidates = any(any(candidate.media.values()) for candidate in self.candidates)
         if not by_candidates and (self.prompt or any(self.media.values())):
             # not as Python writes it: images among its parts are others in each process
             yield f"{prompt_text(self.prompt)!r} {_digest(self.media)}"
         else:
-            yield from (f"{one.text!r} {_digest(one.media)}" for one in self.candidates)
+            yield from (f"{each.text!r} {_digest(each.media)}" for each in self.candidates)
 
 
-def read_pair(row: Row, labels: LabelReader, prompt_column: str = "prompt") -> JudgedPair:
+def read_pair(row: Row, labels: LabelReader, prompt_column: str = "prompt") -> RatedPair:
     """Read a row of any kind that `PreferenceDataModule` takes.
 
     Raises:
@@ -86,10 +86,13 @@ def read_pair(row: Row, labels: LabelReader, prompt_column: str = "prompt") -> J
     names = candidate_columns(row)
     split = split_pair(row, prompt_column, names, hh_as_chat=True)
     turns = split.prompt if isinstance(split, PairTurns) else ()
-    first, second = (Judged(_said(one), _nothing()) for one in (split.first, split.second))
-    return JudgedPair(
-        _asked(split.prompt, row),
-        media_said(turns, media_in(row)),
+    first, second = (
+        CandidateMedia(_content(each), {kind: [] for kind in KINDS})
+        for each in (split.first, split.second)
+    )
+    return RatedPair(
+        _prompt_turns(split.prompt, row),
+        media_text(turns, media_in(row)),
         (first, second),
         _label(row, labels, names),
         names == UNORDERED_COLUMNS,
@@ -97,20 +100,20 @@ def read_pair(row: Row, labels: LabelReader, prompt_column: str = "prompt") -> J
     )
 
 
-def _shown_pair(row: Row, labels: LabelReader, prompt_column: str) -> JudgedPair | None:
+def _shown_pair(row: Row, labels: LabelReader, prompt_column: str) -> RatedPair | None:
     """Read a pair whose candidates are images or videos, if it is one."""
     for names, suffixes in SHOWN_CANDIDATES.items():
         media = [media_in(row, suffix) for suffix in suffixes]
-        if not any(any(one.values()) for one in media):
+        if not any(any(each.values()) for each in media):
             continue
         for suffix, one in zip(suffixes, media, strict=True):
             if not any(one.values()):
                 raise BadRow("missing media", f"columns *{suffix} name no image and no video")
         texts = (text_of(row, name) if row.get(name) is not None else "" for name in names)
-        first, second = map(Judged, texts, media)
+        first, second = map(CandidateMedia, texts, media)
         columns = (column for suffix in ("", *suffixes) for column in media_columns(suffix))
-        return JudgedPair(
-            _asked(text_of(row, prompt_column), row),
+        return RatedPair(
+            _prompt_turns(text_of(row, prompt_column), row),
             media_in(row),
             (first, second),
             _label(row, labels, names),
@@ -120,27 +123,23 @@ def _shown_pair(row: Row, labels: LabelReader, prompt_column: str) -> JudgedPair
     return None
 
 
-def _asked(prompt: Prompt, row: Row) -> Prompt:
+def _prompt_turns(prompt: Prompt, row: Row) -> Prompt:
     """Return a prompt with the row's system turn before it."""
-    asked: tuple[Message, ...] = ({"role": "user", "content": prompt},) if prompt else ()
-    turns = asked if isinstance(prompt, str) else prompt
-    whole = with_system(turns, row)
-    return prompt if whole == turns else whole
+    opening: tuple[Message, ...] = ({"role": "user", "content": prompt},) if prompt else ()
+    turns = opening if isinstance(prompt, str) else prompt
+    turns_with_system = with_system(turns, row)
+    return prompt if turns_with_system == turns else turns_with_system
 
 
 def _label(row: Row, labels: LabelReader, names: tuple[str, str]) -> float:
     return (labels.of_candidates(row) if names == UNORDERED_COLUMNS else labels.of_chosen(row))[0]
 
 
-def _said(answer: str | tuple[Message, ...]) -> str:
+def _content(answer: str | tuple[Message, ...]) -> str:
     text = completion_text(answer)
     if not text.strip():
         raise BadRow("empty text", "a candidate has no text after the shared prompt")
     return text.strip()
-
-
-def _nothing() -> MediaByKind:
-    return {kind: [] for kind in KINDS}
 
 
 def _digest(media: MediaByKind) -> str:

@@ -63,7 +63,7 @@ class VerifiersAgent:
                 episode = await environment.run_episode(self._tasks[idx], context)
         finally:
             del os.environ[key]
-        errors = [*episode.errors, *(error for one in episode.traces for error in one.errors)]
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if errors or not episode.ok:
             raise RuntimeError(errors[0].message if errors else "the episode is not ok")
         if len(episode.traces) != 1:

@@ -81,15 +81,15 @@ def resolve_algorithm(algorithm: str | Algorithm) -> Algorithm:
     name = ALIASES.get(algorithm, algorithm)
     if name in ALGORITHMS:
         return ALGORITHMS[name]
-    found = import_value("algorithm", name, ALGORITHMS)
-    if not isinstance(found, Algorithm):
+    value = import_value("algorithm", name, ALGORITHMS)
+    if not isinstance(value, Algorithm):
         raise ValueError(
-            f"algorithm {name!r} is a {type(found).__name__}, not a "
+            f"algorithm {name!r} is a {type(value).__name__}, not a "
             "lrlhf.functional.Algorithm; give the path of the value itself, such as "
             "my_package.ALGORITHM (a function of advantages alone is advantage.estimator, one of "
             "losses update.loss)"
         )
-    return found
+    return value
 
 
 def resolve_estimator(name: str) -> Estimator:
@@ -105,12 +105,12 @@ def resolve_estimator(name: str) -> Estimator:
     """
     if name in ESTIMATORS:
         return ESTIMATORS[name]
-    found = import_value("estimator", name, ESTIMATORS)
-    if isinstance(found, Estimator):
-        return found
-    if callable(found):
-        return Estimator(found, uses_kl=False)
-    raise ValueError(f"estimator {name!r} is a {type(found).__name__}, not a function")
+    value = import_value("estimator", name, ESTIMATORS)
+    if isinstance(value, Estimator):
+        return value
+    if callable(value):
+        return Estimator(value, uses_kl=False)
+    raise ValueError(f"estimator {name!r} is a {type(value).__name__}, not a function")
 
 
 def resolve_policy_loss(name: str) -> PolicyLoss:
@@ -125,9 +125,9 @@ def resolve_policy_loss(name: str) -> PolicyLoss:
     """
     if name in POLICY_LOSSES:
         return POLICY_LOSSES[name]
-    found = import_value("policy loss", name, POLICY_LOSSES)
-    if isinstance(found, PolicyLoss):
-        return found
-    if callable(found):
-        return PolicyLoss(name, found)
-    raise ValueError(f"policy loss {name!r} is a {type(found).__name__}, not a function")
+    value = import_value("policy loss", name, POLICY_LOSSES)
+    if isinstance(value, PolicyLoss):
+        return value
+    if callable(value):
+        return PolicyLoss(name, value)
+    raise ValueError(f"policy loss {name!r} is a {type(value).__name__}, not a function")

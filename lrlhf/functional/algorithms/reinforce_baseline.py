@@ -41,8 +41,8 @@ def reinforce_baseline(
         counted_scores(inputs), num_generations=inputs.num_generations
     )
     # a baseline for whole responses is none for the rewards that later turns have yet to earn
-    whole = inputs._replace(turn_rewards=None)
-    return returns_to_go(advantages, whole, gamma, discount)
+    episode = inputs._replace(turn_rewards=None)
+    return returns_to_go(advantages, episode, gamma, discount)
 
 
 ALGORITHM = Algorithm(

@@ -48,9 +48,9 @@ def rloo_openrlhf(
         counted_scores(inputs), num_generations=inputs.num_generations
     )
     # a baseline for whole responses is none for the rewards that later turns have yet to earn
-    whole = inputs._replace(turn_rewards=None)
+    episode = inputs._replace(turn_rewards=None)
     clipped = advantages.clamp(-advantage_clip, advantage_clip)
-    return returns_to_go(clipped, whole, gamma, discount)
+    return returns_to_go(clipped, episode, gamma, discount)
 
 
 ALGORITHM = Algorithm(

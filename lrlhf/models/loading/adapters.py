@@ -43,11 +43,11 @@ class LoRA:
 
     def __post_init__(self) -> None:
         own = ("r", "alpha", "target_modules", "modules_to_save")
-        defaults = {one.name: one.default for one in fields(self)}
-        given = [name for name in own if getattr(self, name) != defaults[name]]
-        if self.source is not None and given:
+        defaults = {field.name: field.default for field in fields(self)}
+        changed = [name for name in own if getattr(self, name) != defaults[name]]
+        if self.source is not None and changed:
             raise ValueError(
-                f"lora.{given[0]}: the adapters of lora.source have that already; leave it out"
+                f"lora.{changed[0]}: the adapters of lora.source have that already; leave it out"
             )
 
 
@@ -95,9 +95,9 @@ def add_adapters(
         raise ValueError(f"lora does not fit {type(model).__name__}: {error}") from error
     if not isinstance(lora.target_modules, str):
         # PEFT takes parameters in place of layers that earlier versions of transformers had
-        taken = config.target_modules if config.target_parameters else lora.target_modules
-        kept = [name for name in lora.target_modules if name in (taken or ())]
-        _refuse_unknown(model, "target_modules", kept, learnt)
+        targets = config.target_modules if config.target_parameters else lora.target_modules
+        named = [name for name in lora.target_modules if name in (targets or ())]
+        _refuse_unknown(model, "target_modules", named, learnt)
     return adapted
 
 

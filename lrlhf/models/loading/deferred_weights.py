@@ -121,7 +121,7 @@ def _weight_files(location: str, of_hub: dict[str, Any]) -> list[Path]:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _StoredTensor:
     """Where a tensor is stored: as it is, or, with a converter, its experts each by itself."""
 
     name: str
@@ -137,10 +137,10 @@ class _Place:
             return part
         converter = copy.deepcopy(self.converter)
         experts, *inner = rows
-        for pattern, places in self.stored.items():
-            for file, key in places[experts]:
-                whole = opened[file].get_slice(key)
-                converter.add_tensor(self.name, key, pattern, partial(_all_of, whole, dtype))  # type: ignore[arg-type]
+        for pattern, locations in self.stored.items():
+            for file, key in locations[experts]:
+                view = opened[file].get_slice(key)
+                converter.add_tensor(self.name, key, pattern, partial(_all_of, view, dtype))  # type: ignore[arg-type]
         (stack,) = converter.convert(self.name).values()
         part = stack[(slice(None), *inner)]
         assert isinstance(part, Tensor)
@@ -170,17 +170,17 @@ def _note_places(model: PreTrainedModel, report: dict[str, Any], files: list[Pat
     converters = [one for one in conversions if isinstance(one, WeightConverter)]
     if not all(map(_stacks_experts, converters)):
         return "its weights are stored in another layout than it computes with"
-    found = _stored_names(model, state, files, conversions)
+    names = _stored_names(model, state, files, conversions)
     again = model.all_tied_weights_keys.items()
-    if any(name in found and other in found for name, other in again):
+    if any(name in names and other in names for name, other in again):
         return "its tied weights are stored twice"
-    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    by_pattern = {key: each for each in converters for key in each.source_patterns}
     noted: set[int] = set()
-    for name, stored in found.items():
+    for name, stored in names.items():
         path, _, attribute = name.rpartition(".")
         converter = by_pattern.get(next(iter(stored)) or "")
-        places = vars(model.get_submodule(path)).setdefault(_PLACES, {})
-        places[attribute] = _Place(name, stored, converter)
+        stored_tensors = vars(model.get_submodule(path)).setdefault(_PLACES, {})
+        stored_tensors[attribute] = _StoredTensor(name, stored, converter)
         noted.add(id(state[name]))
     lacking = [name for name, tensor in state.items() if id(tensor) not in noted]
     return f"{lacking[0]} is in none of its files" if lacking else None
@@ -192,7 +192,7 @@ def _stacks_experts(converter: WeightConverter) -> bool:
         isinstance(first, MergeModulelist)
         and first.dim == 0
         and len(converter.target_patterns) == 1
-        and all(isinstance(one, Concatenate) and one.dim > 0 for one in rest)
+        and all(isinstance(further, Concatenate) and further.dim > 0 for further in rest)
     )
 
 
@@ -200,22 +200,22 @@ def _stored_names(
     model: PreTrainedModel, state: dict[str, Tensor], files: list[Path], conversions: list[Any]
 ) -> dict[str, dict[str | None, list[tuple[Path, str]]]]:
     """Find what every tensor of a model is made of, in the order that experts have."""
-    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
-    converters = [one for one in conversions if isinstance(one, WeightConverter)]
+    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
     keys: dict[str, Path] = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:
             keys |= dict.fromkeys(opened.keys(), file)
-    found: dict[str, dict[str | None, list[tuple[Path, str]]]] = {}
+    stored: dict[str, dict[str | None, list[tuple[Path, str]]]] = {}
     prefix = model.base_model_prefix
     for key in sorted(keys, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, state)
         if name not in state and key in state:  # as ``from_pretrained`` does it
             name, pattern = rename_source_key(key, [], [], prefix, state)
         if name in state:
-            parts = found.setdefault(name, defaultdict(list))
+            parts = stored.setdefault(name, defaultdict(list))
             parts[pattern].append((keys[key], key))
-    return found
+    return stored
 
 
 # ------------------------------------------------------------------ between building and reading
@@ -242,10 +242,10 @@ def waits(model: PreTrainedModel, check: Callable[[Any], object]) -> bool:
 def stored_tensor(module: nn.Module, name: str) -> Tensor:
     """Return a tensor of a module, read by itself where the module is not read yet."""
     tensor: Tensor = getattr(module, name)
-    place: _Place | None = vars(module).get(_PLACES, {}).get(name)
-    if place is None:
+    stored: _StoredTensor | None = vars(module).get(_PLACES, {}).get(name)
+    if stored is None:
         return tensor
-    return place.read(_OpenFiles(), _rows(tensor), tensor.dtype).to(tensor.dtype)
+    return stored.read(_OpenFiles(), _rows(tensor), tensor.dtype).to(tensor.dtype)
 
 
 @contextlib.contextmanager
@@ -332,11 +332,11 @@ def read(
     _make_room(model, weights_on, buffers_on or weights_on)
     opened = _OpenFiles()
     for module in model.modules():
-        for name, place in vars(module).pop(_PLACES, {}).items():
+        for name, stored in vars(module).pop(_PLACES, {}).items():
             tensor = getattr(module, name)
             rows = _rows(tensor)
-            if all(one.stop > one.start for one in rows):
-                own_part(tensor).copy_(place.read(opened, rows, tensor.dtype))
+            if all(row.stop > row.start for row in rows):
+                own_part(tensor).copy_(stored.read(opened, rows, tensor.dtype))
     waiting = [(part, vars(part).pop(CHECKS, [])) for part in model.modules()]
     for part, checks in waiting:
         for check in checks:

@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
 )
 
 from lrlhf.models.heads import is_tied, plain_model
-from lrlhf.models.sharding import class_of, has_split_weights, reshard, whole, whole_weights
+from lrlhf.models.sharding import class_of, full_tensor, full_weights, has_split_weights, reshard
 from lrlhf.models.transformers_internals import set_weight_conversions, weight_conversions
 
 
@@ -120,12 +120,12 @@ def merged_weights(
             module = changed[owner]
             if id(module) not in seen:
                 seen.add(id(module))
-                with torch.no_grad(), whole_weights(module):
+                with torch.no_grad(), full_weights(module):
                     parts = _as_saved(module, adapters=adapters)
                 yield from ((f"{owner}.{name}", part) for name, part in parts.items())
         elif not tied_once or id(tensor) not in seen:
             seen.add(id(tensor))
-            yield key, whole(tensor).detach()
+            yield key, full_tensor(tensor).detach()
 
 
 def _above(name: str) -> Iterator[str]:
@@ -223,11 +223,11 @@ def _conversions_of(model: PreTrainedModel) -> list[Any]:
     if noted is None:
         # of a model that was built from its config; see `revert_weight_conversion`
         known = get_model_conversion_mapping(model, add_legacy=False)
-        noted = [one for one in known if not isinstance(one, PrefixChange)]
+        noted = [item for item in known if not isinstance(item, PrefixChange)]
     # the body of some families is noted to rename again what the model has renamed: undone twice,
     # it leaves names that no checkpoint has (language_model.model.model of Qwen2-Audio)
-    done = [one.source_patterns for one in noted if one.scope_prefix is None]
-    return [one for one in noted if one.scope_prefix is None or one.source_patterns not in done]
+    done = [conversion.source_patterns for conversion in noted if conversion.scope_prefix is None]
+    return [each for each in noted if each.scope_prefix is None or each.source_patterns not in done]
 
 
 class CheckpointNames:
@@ -240,9 +240,11 @@ class CheckpointNames:
 
     def __init__(self, model: PreTrainedModel, names: Iterable[str]) -> None:
         self._model = model
-        undone = [one.reverse_transform() for one in reversed(_conversions_of(model))]
-        self._renamings = [one for one in undone if isinstance(one, WeightRenaming)]
-        self._converters = [one for one in undone if isinstance(one, WeightConverter)]
+        undone = [each.reverse_transform() for each in reversed(_conversions_of(model))]
+        self._renamings = [
+            conversion for conversion in undone if isinstance(conversion, WeightRenaming)
+        ]
+        self._converters = [item for item in undone if isinstance(item, WeightConverter)]
         self._sizes = Counter(self._renamed(name)[0] for name in names)
 
     def convert(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -60,13 +60,13 @@ def skeleton(
 
 def model_config(spec: PretrainedSpec) -> PreTrainedConfig:
     """Load the config of a model; a GGUF file is not converted for it."""
-    found = locate(spec.source)
+    location = locate(spec.source)
     config: PreTrainedConfig
-    if isinstance(found, str) or found.suffix != ".gguf":
+    if isinstance(location, str) or location.suffix != ".gguf":
         config = load_config(spec.source, **spec.of_hub)
     else:
         config = AutoConfig.from_pretrained(
-            found.parent, gguf_file=found.name, trust_remote_code=False
+            location.parent, gguf_file=location.name, trust_remote_code=False
         )
         config.dtype = torch.bfloat16  # of what the file is converted to
     if not spec.dropout:

@@ -69,10 +69,10 @@ def resolve_source(source: str) -> str:
         SourceError: Nothing usable is there.
         ValueError: The file is no GGUF file, or does not fill every weight of its model.
     """
-    found = locate(source)
-    if isinstance(found, Path) and found.suffix == ".gguf":
-        found = _converted(found)
-    return str(found)
+    location = locate(source)
+    if isinstance(location, Path) and location.suffix == ".gguf":
+        location = _converted(location)
+    return str(location)
 
 
 def locate(source: str) -> Path | str:

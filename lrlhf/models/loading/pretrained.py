@@ -38,7 +38,7 @@ from transformers import (
     ProcessorMixin,
 )
 
-from lrlhf.arguments import brief
+from lrlhf.arguments import short_text
 from lrlhf.models.backbone import allow_packing, keep_attention
 from lrlhf.models.experts import has_experts
 from lrlhf.models.heads import body_of, check_output_head
@@ -173,7 +173,7 @@ class _Compiled:
         self._fused: Callable[..., Any] = torch.compile(forward, dynamic=True, **limit)
 
     def __call__(self, block: nn.Module, *inputs: Any, **options: Any) -> Any:
-        cached = any(isinstance(one, Cache) for one in (*inputs, *options.values()))
+        cached = any(isinstance(each, Cache) for each in (*inputs, *options.values()))
         forward = self._plain if cached or in_trial() else self._fused
         return forward(block, *inputs, **options)
 
@@ -248,7 +248,7 @@ class PretrainedSpec:
             )
 
     def __repr__(self) -> str:
-        return brief(self)
+        return short_text(self)
 
     @property
     def of_hub(self) -> dict[str, Any]:

@@ -90,8 +90,8 @@ def load_backbone(spec: PretrainedSpec, *, trainable: bool) -> PreTrainedModel |
 def _head_folder(location: str, revision: str | None) -> Path:
     if Path(location).is_dir():
         return Path(location)
-    wanted = [HEAD_CONFIG, HEAD_WEIGHTS]
-    return Path(snapshot_download(location, revision=revision, allow_patterns=wanted))
+    needed = [HEAD_CONFIG, HEAD_WEIGHTS]
+    return Path(snapshot_download(location, revision=revision, allow_patterns=needed))
 
 
 def _load_headed(spec: PretrainedSpec, folder: Path, *, trainable: bool) -> HeadedBackbone:
@@ -181,11 +181,11 @@ def _with_padding(
         own = copy.deepcopy(tokenizer)
         own.add_special_tokens({"pad_token": _PAD})
         return own
-    wanted = config.pad_token_id
-    if wanted == tokenizer.pad_token_id or not 0 <= wanted < len(tokenizer):
+    pad_token_id = config.pad_token_id
+    if pad_token_id == tokenizer.pad_token_id or not 0 <= pad_token_id < len(tokenizer):
         return tokenizer
     own = copy.deepcopy(tokenizer)
-    own.pad_token = own.convert_ids_to_tokens(wanted)
+    own.pad_token = own.convert_ids_to_tokens(pad_token_id)
     return own
 
 

@@ -192,14 +192,14 @@ _ESCAPE = "\ufdd0"
 _SEPARATOR = f"{_ESCAPE}\ufdd1"
 _ESCAPED = f"{_ESCAPE}\ufdd2"
 """The escape, where a text holds it all the same."""
-_ASKED, _ANSWERED = ({"role": role, "content": "a"} for role in ("user", "assistant"))
+_USER_TURN, _ANSWERED = ({"role": role, "content": "a"} for role in ("user", "assistant"))
 _MEDIA = [{"type": kind} for kind in ("image", "video", "audio")]
 _SHOWN = {"role": "user", "content": [*_MEDIA, {"type": "text", "text": "a"}]}
-_QUESTIONS: Sequence[list[dict[str, Any]]] = ([_ASKED], [_SHOWN])
+_QUESTIONS: Sequence[list[dict[str, Any]]] = ([_USER_TURN], [_SHOWN])
 _PLAIN_CHATS: Sequence[list[dict[str, Any]]] = (
-    [_ASKED, _ANSWERED, _ASKED],
-    [{"role": "system", "content": "a"}, _ASKED, _ANSWERED, _ASKED],
-    [_SHOWN, _ANSWERED, _ASKED],
+    [_USER_TURN, _ANSWERED, _USER_TURN],
+    [{"role": "system", "content": "a"}, _USER_TURN, _ANSWERED, _USER_TURN],
+    [_SHOWN, _ANSWERED, _USER_TURN],
 )
 
 
@@ -226,11 +226,11 @@ def split_messages(
         content = message.get("content")
         if isinstance(content, list):
             message = {**message, "content": _without_seams(pattern, content)}
-        found = pattern
-        if message.get("role") == "assistant" and _is_found(pattern, message):
+        message_pattern = pattern
+        if message.get("role") == "assistant" and _is_special(pattern, message):
             source = f"{template or tokenizer.chat_template or ''}"
-            found = _pattern_of_answers(tokenizer, known, source)
-        split.append(_split(found, message))
+            message_pattern = _pattern_of_answers(tokenizer, known, source)
+        split.append(_split(message_pattern, message))
     return split
 
 
@@ -272,12 +272,12 @@ def _split(pattern: re.Pattern[str], value: Any) -> Any:
     return value
 
 
-def _is_found(pattern: re.Pattern[str], value: Any) -> bool:
+def _is_special(pattern: re.Pattern[str], value: Any) -> bool:
     if isinstance(value, str):
         return pattern.search(value) is not None
     if isinstance(value, Mapping):
-        return any(_is_found(pattern, entry) for pair in value.items() for entry in pair)
-    return isinstance(value, list | tuple) and any(_is_found(pattern, one) for one in value)
+        return any(_is_special(pattern, entry) for pair in value.items() for entry in pair)
+    return isinstance(value, list | tuple) and any(_is_special(pattern, part) for part in value)
 
 
 def rejoined(text: str) -> str:
@@ -335,26 +335,26 @@ def _known(tokenizer: PreTrainedTokenizerBase) -> _Known:
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     """Return the tokens that text is searched for before it is cut into ordinary ones."""
-    added = {str(one) for one in tokenizer.added_tokens_decoder.values() if one.special}
+    added = {str(each) for each in tokenizer.added_tokens_decoder.values() if each.special}
     return added | {*map(str, tokenizer.all_special_tokens)}
 
 
 @lru_cache(maxsize=16)
 def _pattern(
-    tokenizer: PreTrainedTokenizerBase, known: _Known, kept: frozenset[str] = frozenset()
+    tokenizer: PreTrainedTokenizerBase, known: _Known, retained: frozenset[str] = frozenset()
 ) -> re.Pattern[str]:
     """Match the first letter of every special token, also of those that overlap."""
     del known
     rest: dict[str, list[str]] = {}
-    for token in sorted(special_tokens(tokenizer) - kept):
+    for token in sorted(special_tokens(tokenizer) - retained):
         if len(token) > 1:  # nothing can be put into a single letter
             rest.setdefault(token[0], []).append(re.escape(token[1:]))
     firsts = [f"{re.escape(first)}(?={'|'.join(others)})" for first, others in rest.items()]
     return re.compile("|".join([_ESCAPE, *firsts]))
 
 
-def _separated(found: re.Match[str]) -> str:
-    return _ESCAPED if found[0] == _ESCAPE else f"{found[0]}{_SEPARATOR}"
+def _separated(match: re.Match[str]) -> str:
+    return _ESCAPED if match[0] == _ESCAPE else f"{match[0]}{_SEPARATOR}"
 
 
 @lru_cache(maxsize=16)
@@ -377,8 +377,8 @@ def _pattern_of_answers(
     sought = {
         token for token in named for mark in template_constants(template).marks if token in mark
     }
-    kept = (named - never - {*around(_PLAIN_CHATS)}) | (sought - never)
-    return _pattern(tokenizer, known, frozenset(kept))
+    retained = (named - never - {*around(_PLAIN_CHATS)}) | (sought - never)
+    return _pattern(tokenizer, known, frozenset(retained))
 
 
 @lru_cache(maxsize=4)
@@ -388,11 +388,11 @@ def _splitting(tokenizer: PreTrainedTokenizerBase, known: _Known) -> PreTrainedT
     if not tokenizer.is_fast:
         before_splitting(splitting, unsplit)
         return splitting
-    whole: Any = tokenizer
-    set_backend(splitting, _over_separators(whole.backend_tokenizer, between_words=False))
+    tokenize: Any = tokenizer
+    set_backend(splitting, _over_separators(tokenize.backend_tokenizer, between_words=False))
     if _finds_special(splitting, _pattern(tokenizer, known)):
         # Unigram and word-level models know special tokens as words too
-        set_backend(splitting, _over_separators(whole.backend_tokenizer, between_words=True))
+        set_backend(splitting, _over_separators(tokenize.backend_tokenizer, between_words=True))
     return splitting
 
 
@@ -426,8 +426,8 @@ def _finds_special(tokenizer: PreTrainedTokenizerBase, pattern: re.Pattern[str])
     """Whether a special token is found where it is split."""
     tokens = sorted(special_tokens(tokenizer))
     texts = [pattern.sub(_separated, f"a{token}a") for token in tokens]
-    found = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
     return any(
         tokenizer.convert_tokens_to_ids(token) in ids
-        for token, ids in zip(tokens, found, strict=True)
+        for token, ids in zip(tokens, encoded, strict=True)
     )

@@ -55,7 +55,7 @@ behind 8, which materializes all scores."""
 
 Heads: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
-_said: set[str] = set()
+_reported: set[str] = set()
 
 
 def flex_attention(
@@ -88,8 +88,8 @@ def flex_attention(
         query, key, value = (part.to(dtype) for part in (query, key, value))
     reason = _obstacle(query, key, value, dropout, options)
     if reason is not None:
-        if reason not in _said:
-            _said.add(reason)
+        if reason not in _reported:
+            _reported.add(reason)
             logger.info("FlexAttention does not compute %s; sdpa does, with masks.", reason)
         return None
     return _compute(module, (query, key, value), mask, scaling=scaling, **options)
@@ -141,7 +141,7 @@ def tried(
     mask = depth_first_order([_Text(text[:0], text)], device).mask(None)
     layer = SimpleNamespace(num_key_value_groups=shapes[0][0] // shapes[1][0], training=True)
     try:
-        found = _outcome(parts, lambda q, k, v: _compute(layer, (q, k, v), mask, scaling=None))
+        outcome = _outcome(parts, lambda q, k, v: _compute(layer, (q, k, v), mask, scaling=None))
     except Exception as error:  # noqa: BLE001  of a compiler, a driver, a kernel: sdpa needs none
         lines = str(error).strip().splitlines() or [""]
         return f"anything here ({type(error).__name__}: {lines[0]})"
@@ -150,7 +150,7 @@ def tried(
         lambda q, k, v: sdpa_attention_forward(layer, q, k, v, None, is_causal=True)[0],  # type: ignore[arg-type]
     )
     allowed = 1e-3 if dtype == torch.float32 else 5e-2
-    if any((a - b).abs().max() > allowed * b.abs().max() for a, b in zip(found, expected)):  # noqa: B905
+    if any((a - b).abs().max() > allowed * b.abs().max() for a, b in zip(outcome, expected)):  # noqa: B905
         return "attention here as sdpa does"
     return None
 
@@ -204,7 +204,7 @@ class FlashAttention:
         """Compute attention; on CPUs, where a model is checked before it moves, with ``sdpa``."""
         if query.device.type == "cpu":
             window = options.get("sliding_window")
-            mask = _whole_mask(attention_mask, query.shape[2], key.shape[2], window)
+            mask = _full_mask(attention_mask, query.shape[2], key.shape[2], window)
             return sdpa_attention_forward(module, query, key, value, mask, **options)
         config = SimpleNamespace(**vars(module.config))
         set_attention(config, self._kernel)  # by this name the kernel is looked up
@@ -219,7 +219,7 @@ class FlashAttention:
         return result, None
 
 
-def _whole_mask(
+def _full_mask(
     attended: Int[Tensor, "B T"] | None, queries: int, keys: int, window: int | None
 ) -> Bool[Tensor, "*B Q T"]:
     """Return which keys each query sees; ``attended`` is all that flash kernels are told."""
@@ -284,22 +284,22 @@ class FlexibleAttention:
         segments: Segments | None = options.get(SEGMENTS)
         if segments is None:
             return self._other(module, query, key, value, attention_mask, **options)[0], None
-        given = {name for name, option in options.items() if option is not None}
-        asked = given & set(COMPUTED)
-        if segments.depth_first is not None and given <= _IRRELEVANT | _SETTINGS | set(COMPUTED):
+        present = {name for name, option in options.items() if option is not None}
+        requested = present & set(COMPUTED)
+        if segments.depth_first is not None and present <= _IRRELEVANT | _SETTINGS | set(COMPUTED):
             window = options.get("sliding_window")
-            found = flex_attention(
+            output = flex_attention(
                 module,
                 (query, key, value),
                 segments.depth_first.mask(window),
                 dropout=options.get("dropout", 0.0),
                 scaling=options.get("scaling"),
-                **{name: options[name] for name in asked},
+                **{name: options[name] for name in requested},
             )
-            if found is not None:
+            if output is not None:
                 segments.windows.append(window)
-                return found, None
-        by_segment = own_attention if asked else packed_attention
+                return output, None
+        by_segment = own_attention if requested else packed_attention
         return by_segment(module, query, key, value, attention_mask, **options)
 
 
@@ -483,17 +483,17 @@ def _mask(
     """
     part, (start, stop) = segments.parts[number], block
     # most windows are wider than any row, and then all layers share one mask
-    kept = window if window is not None and window < part.before.shape[1] + stop else 0
-    name = (number, *block, kept)
+    visible = window if window is not None and window < part.before.shape[1] + stop else 0
+    name = (number, *block, visible)
     if name not in segments.masks:
         prefix = part.before_lengths[:, None, None]
         own = torch.arange(start, stop, device=prefix.device)[:, None]
         columns = torch.arange(part.before.shape[1], device=prefix.device)
         distance = own - torch.arange(stop, device=prefix.device)
         seen, mine = columns < prefix, distance >= 0
-        if kept:
-            seen = seen & (prefix + own - columns < kept)
-            mine &= distance < kept
+        if visible:
+            seen = seen & (prefix + own - columns < visible)
+            mine &= distance < visible
         shape = (len(part.own), stop - start, -1)
         mask = torch.cat([seen.expand(shape), mine.expand(shape)], dim=2)
         segments.masks[name] = mask[:, None]
@@ -558,10 +558,10 @@ _differing: ContextVar[list[str]] = ContextVar("differing_attention")
 @contextlib.contextmanager
 def comparing() -> Iterator[list[str]]:
     """Note which layers ask for more than ``sdpa`` computes, by class, during the block."""
-    found: list[str] = []
-    token = _differing.set(found)
+    differences: list[str] = []
+    token = _differing.set(differences)
     try:
-        yield found
+        yield differences
     finally:
         _differing.reset(token)
 

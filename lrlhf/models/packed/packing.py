@@ -109,9 +109,9 @@ def depth_first_order(chains: Sequence[Chained], device: torch.device) -> DepthF
     for number in reversed(range(len(chains))):  # what a chain follows is in front of it
         before = chains[number].before
         if len(before):
-            place = int(before[-1])
-            parent = bisect_right(starts, place) - 1
-            followers[parent].append((place - starts[parent], number))
+            position = int(before[-1])
+            parent = bisect_right(starts, position) - 1
+            followers[parent].append((position - starts[parent], number))
             sizes[parent] += sizes[number]
     enters, end = [-1] * len(chains), 0
     parts = []
@@ -122,7 +122,7 @@ def depth_first_order(chains: Sequence[Chained], device: torch.device) -> DepthF
         enter, free = numbers + enters[number], enters[number] + len(chain.own)
         leave = torch.full_like(numbers, free)
         # the deepest first: what follows a token includes what follows the tokens after it
-        for offset, follower in sorted(followers[number], key=lambda one: (-one[0], one[1])):
+        for offset, follower in sorted(followers[number], key=lambda each: (-each[0], each[1])):
             enters[follower], free = free, free + sizes[follower]
             leave[: offset + 1] += sizes[follower]
         parts.append(torch.stack([enter, leave, numbers + len(chain.before)]))
@@ -200,15 +200,15 @@ def stretches(forks: Sequence[int] | None, length: int) -> list[Stretch]:
         length: Its tokens.
     """
     starts = [0, *(column for column in range(1, length) if forks and forks[column])]
-    found: list[Stretch] = []
+    result: list[Stretch] = []
     for start, end in zip(starts, [*starts[1:], length], strict=True):
         last = start - 1 - (forks[start] if forks else 0)
         before: tuple[tuple[int, int], ...] = ()
         if last >= 0:
-            left = found[bisect_right(starts, last) - 1]
+            left = result[bisect_right(starts, last) - 1]
             before = (*left.before, (left.start, last + 1))
-        found.append(Stretch(start, end, before))
-    return found
+        result.append(Stretch(start, end, before))
+    return result
 
 
 class Chains(NamedTuple):
@@ -266,7 +266,7 @@ class Tree:
         return self.prefix + sum(self.branches)
 
 
-class Part(NamedTuple):
+class SegmentGroup(NamedTuple):
     """Segments of similar length, whose attention is computed together.
 
     Places are those of tokens in the packed row; rows are filled up with their first.
@@ -285,7 +285,7 @@ class Segments:
     Attention functions read it. It is no tensor, so nothing casts, splits or copies it.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[SegmentGroup, ...]
     back: Int[Tensor, " N"]
     """Where each packed token is among the flattened ``own`` of the parts."""
     masks: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
@@ -437,7 +437,7 @@ def _segments(
             end = tree.prefix + length
             for part in cut.get(row, (Stretch(0, end, ()),)):
                 branches.append(_segment(index[row], _behind(part, tree.prefix)))
-    return [one for one in prefixes + branches if len(one.own)]
+    return [prefix for prefix in prefixes + branches if len(prefix.own)]
 
 
 def _laid_out(
@@ -449,7 +449,7 @@ def _laid_out(
     back = torch.full((end,), len(flat)).scatter_reduce(
         0, flat, torch.arange(len(flat)), reduce="amin"
     )
-    moved = (Part(*(places.to(device) for places in part)) for part in parts)
+    moved = (SegmentGroup(*(places.to(device) for places in part)) for part in parts)
     return Segments(
         tuple(moved),
         back.to(device),
@@ -479,18 +479,18 @@ def _segment(index: Int[Tensor, " T"], part: Stretch) -> _Segment:
 def _alike(segments: Iterable[_Segment]) -> list[list[_Segment]]:
     """Put segments together whose lengths, and those of their prefixes, are similar."""
     parts: dict[tuple[int, ...], list[_Segment]] = {}
-    for one in segments:
-        lengths = (len(one.own), len(one.before))
+    for segment in segments:
+        lengths = (len(segment.own), len(segment.before))
         key = tuple(int(math.log(size, _SPREAD)) if size else -1 for size in lengths)
-        parts.setdefault(key, []).append(one)
+        parts.setdefault(key, []).append(segment)
     return list(parts.values())
 
 
-def _part(segments: Sequence[_Segment]) -> Part:
-    return Part(
-        before=_filled([one.before for one in segments]),
-        before_lengths=torch.tensor([len(one.before) for one in segments]),
-        own=_filled([one.own for one in segments]),
+def _part(segments: Sequence[_Segment]) -> SegmentGroup:
+    return SegmentGroup(
+        before=_filled([segment.before for segment in segments]),
+        before_lengths=torch.tensor([len(each.before) for each in segments]),
+        own=_filled([item.own for item in segments]),
     )
 
 

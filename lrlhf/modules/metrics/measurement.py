@@ -35,22 +35,22 @@ def measured_mean(name: str, values: Sequence[float]) -> Measurement:
     """Return the mean of one value of each prompt, NaN left out."""
     what = name.rpartition("/")[2].split("@")[0]
     is_share = what in ("pass", "maj", "truncated_fraction")
-    found = mean_interval(values, bounds=(0.0, 1.0) if is_share else likely_bounds(values))
-    return Measurement(name, *found, headline=what in ("score", "pass", "maj"))
+    interval = mean_interval(values, bounds=(0.0, 1.0) if is_share else likely_bounds(values))
+    return Measurement(name, *interval, headline=what in ("score", "pass", "maj"))
 
 
-def measured_share(name: str, found: Outcomes) -> Measurement:
+def measured_share(name: str, outcomes: Outcomes) -> Measurement:
     """Return a share with Wilson's interval, by the number of clusters."""
-    share = sum(found.outcomes) / len(found.outcomes)
-    low, high = share_interval(*found)
-    return Measurement(name, share, low, high, len({*found.clusters}), headline=True)
+    share = sum(outcomes.outcomes) / len(outcomes.outcomes)
+    low, high = share_interval(*outcomes)
+    return Measurement(name, share, low, high, len({*outcomes.clusters}), headline=True)
 
 
-def logged_values(found: Iterable[Measurement]) -> dict[str, float]:
+def logged_values(measurements: Iterable[Measurement]) -> dict[str, float]:
     """Return what is logged: of what measures answers, the ends of the interval too."""
     values = {}
-    for one in found:
-        values[one.name] = one.value
-        if one.headline and not math.isnan(one.low):
-            values |= {f"{one.name}_low": one.low, f"{one.name}_high": one.high}
+    for each in measurements:
+        values[each.name] = each.value
+        if each.headline and not math.isnan(each.low):
+            values |= {f"{each.name}_low": each.low, f"{each.name}_high": each.high}
     return values

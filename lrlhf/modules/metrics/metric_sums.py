@@ -158,10 +158,10 @@ def _numbers(values: Sequence[_Number]) -> list[float]:
     for index, value in enumerate(values):
         if isinstance(value, Tensor):
             devices[value.device].append(index)
-    for places in devices.values():
-        together = torch.stack([values[place] for place in places])  # type: ignore[misc]
-        for place, number in zip(places, together.tolist(), strict=True):
-            read[place] = number
+    for indices in devices.values():
+        together = torch.stack([values[position] for position in indices])  # type: ignore[misc]
+        for position, number in zip(indices, together.tolist(), strict=True):
+            read[position] = number
     return read
 
 
@@ -186,8 +186,8 @@ def _percentiles(name: str, histogram: Tensor) -> dict[str, float]:
         return {}
 
     def ranked(index: int) -> float:
-        found = torch.searchsorted(cumulated, index, right=True)
-        return math.exp((int(found) - _MIDDLE) * BIN_WIDTH)
+        positions = torch.searchsorted(cumulated, index, right=True)
+        return math.exp((int(positions) - _MIDDLE) * BIN_WIDTH)
 
     results = {}
     for suffix, share in _PERCENTILES.items():

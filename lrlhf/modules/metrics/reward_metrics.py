@@ -56,7 +56,7 @@ class RewardSummary(NamedTuple):
     """Of the pairs of each source of a mixture, by its number."""
 
     @property
-    def in_brief(self) -> dict[str, float]:
+    def main_metrics(self) -> dict[str, float]:
         """What `OF_SOURCES` names, of each head."""
         return {k: value for k, value in self.metrics.items() if k.split("/")[0] in OF_SOURCES}
 
@@ -133,13 +133,13 @@ class RewardMetrics(Metric):
 
     def seen(self) -> dict[str, Tensor]:
         """Return this rank's pairs since the last reset, on the CPU; empty: there are none."""
-        kept = {
+        own_states = {
             "pairs": self.pairs,
             "lengths": self.lengths,
             "sources": self.sources,
             "prompts": self.prompts,
         }
-        states = kept if self.pairs else {}
+        states = own_states if self.pairs else {}
         return {name: dim_zero_cat(state).cpu() for name, state in states.items()}
 
     def resume(self, seen: Sequence[Mapping[str, Tensor]], ranks: Collectives) -> None:
@@ -175,8 +175,8 @@ class RewardMetrics(Metric):
         prompts = torch.where(prompts < 0, -1 - torch.arange(len(prompts)).to(prompts), prompts)
 
         def parts(numbers: Tensor, among: Tensor) -> dict[int, Tensor]:
-            found = sorted({*torch.unique(numbers[among]).tolist()} - {-1})
-            return {number: among & (numbers == number) for number in found}
+            present = sorted({*torch.unique(numbers[among]).tolist()} - {-1})
+            return {number: among & (numbers == number) for number in present}
 
         def summary(rows: Tensor, mixed: Tensor) -> RewardSummary:
             """Sum up some rows, and the sources of some of them."""
@@ -287,7 +287,7 @@ def measurements_of(values: Mapping[str, float], prefix: str) -> list[Measuremen
         values: By metric, ``/head`` appended where there are several heads.
         prefix: What they are logged under, such as ``eval/set/``.
     """
-    found = []
+    measurements = []
     for name, value in values.items():
         metric, slash, head = name.partition("/")
         if metric in INTERVAL:
@@ -296,8 +296,8 @@ def measurements_of(values: Mapping[str, float], prefix: str) -> list[Measuremen
             values.get(f"{end}{slash}{head}") if metric == "accuracy" else None for end in INTERVAL
         )
         interval = (math.nan if low is None else low, math.nan if high is None else high)
-        found.append(Measurement(f"{prefix}{name}", value, *interval, int(pairs or 0)))
-    return found
+        measurements.append(Measurement(f"{prefix}{name}", value, *interval, int(pairs or 0)))
+    return measurements
 
 
 def decided_pairs(head: HeadPairs) -> tuple[Float[Tensor, " M"], Int[Tensor, " M"]]:

@@ -71,9 +71,11 @@ def measure_rollout(
 
 def measure_episodes(episodes: Sequence[Episode], metrics: MetricSums) -> None:
     """Turns, and how episodes ended."""
-    metrics.add_values("episode/turns", torch.tensor([float(one.turns) for one in episodes]))
+    metrics.add_values(
+        "episode/turns", torch.tensor([float(episode.turns) for episode in episodes])
+    )
     for reason in ("stop", "done", "length", "max_turns", "failed"):
-        ended = torch.tensor([float(one.finish_reason == reason) for one in episodes])
+        ended = torch.tensor([float(each.finish_reason == reason) for each in episodes])
         metrics.add_values(f"episode/{reason}_fraction", ended)
 
 
@@ -139,10 +141,10 @@ def measure_update(
         clip_fraction, ratios = measured.clip_fraction * tokens, tokens
         metrics.maximum("policy/ratio_max", measured.ratio_max)
     if bounds is not None:
-        held = clip_fractions(ratio, advantages, counted, clip_low=low, clip_high=high)
+        fractions = clip_fractions(ratio, advantages, counted, clip_low=low, clip_high=high)
         metrics.add("policy/clip_fraction", clip_fraction, ratios)
-        metrics.add("policy/clip_fraction_low", held.low * ratios, ratios)
-        metrics.add("policy/clip_fraction_high", held.high * ratios, ratios)
+        metrics.add("policy/clip_fraction_low", fractions.low * ratios, ratios)
+        metrics.add("policy/clip_fraction_high", fractions.high * ratios, ratios)
     # where no entropy was computed, the mean surprise of the sampled tokens estimates it
     surprise = -micro.sampling_logprobs if entropy is None else entropy.detach()
     metrics.add("policy/entropy", masked_sum(surprise, mask), tokens)
@@ -193,7 +195,7 @@ class ConstantRewards:
 
     def __init__(self) -> None:
         self._iterations = 0
-        self._settled = False
+        self._done = False
         self._counts: dict[str, int] = {}
         self._ranges: dict[str, tuple[float, float]] = {}
 
@@ -204,23 +206,23 @@ class ConstantRewards:
             result: Of the iteration's responses.
             chats: Whether the prompts are chats, so that responses are lists of messages.
         """
-        if self._settled:
+        if self._done:
             return
         self._iterations += 1
         for column, name in enumerate(result.names):
             values = result.per_function[:, column]
-            kept = values.isfinite()
+            counted = values.isfinite()
             if result.weights is not None:
-                kept &= result.weights[:, column].nan_to_num(nan=0.0) != 0
-            if not kept.any():
+                counted &= result.weights[:, column].nan_to_num(nan=0.0) != 0
+            if not counted.any():
                 continue
             low, high = self._ranges.get(name, (math.inf, -math.inf))
-            values = values[kept]
+            values = values[counted]
             self._ranges[name] = min(low, float(values.min())), max(high, float(values.max()))
             self._counts[name] = self._counts.get(name, 0) + len(values)
         over = max(self._counts.values(), default=0) >= _RESPONSES
         if self._iterations >= _ITERATIONS and over:
-            self._settled = True
+            self._done = True
             self._warn(chats)
 
     def _warn(self, chats: bool) -> None:

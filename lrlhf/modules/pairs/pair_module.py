@@ -35,7 +35,7 @@ from lrlhf.modules.metrics.reward_metrics import (
 from lrlhf.modules.optimizers import OptimizerAndScheduler, OptimizerConfig
 from lrlhf.modules.pairs.pair_losses import PairObjective
 from lrlhf.modules.pairs.pair_step import (
-    MicroBatch,
+    PairBatch,
     PairMean,
     PairScores,
     PairStep,
@@ -167,10 +167,10 @@ class PairModule(TrainingModule):
             total = total + further.sum()
         for name, value in values.items():
             self._values.add_values(name, value)
-        taken = MicroBatch(
+        micro_batch = PairBatch(
             batch.host or batch, PairScores(*(part.detach() for part in scores)), seed
         )
-        return self._step.add(total, taken, Collectives(self.trainer))
+        return self._step.add(total, micro_batch, Collectives(self.trainer))
 
     def _measured(
         self,
@@ -213,18 +213,18 @@ class PairModule(TrainingModule):
         """Return what this rank knows of a step that is left out."""
         if mean.finite:
             return [Anomaly("gradient", "the gradient is not finite")] if ranks.rank == 0 else []
-        place = bad_place(self._step.micro_batches, self.head_names, self.tokenizer)
-        found = Anomaly("loss", f"the loss is not finite{f' ({place})' if place else ''}")
-        return [found] if place or ranks.rank == 0 else []
+        location = bad_place(self._step.micro_batches, self.head_names, self.tokenizer)
+        anomaly = Anomaly("loss", f"the loss is not finite{f' ({location})' if location else ''}")
+        return [anomaly] if location or ranks.rank == 0 else []
 
     def _bundle(self) -> StepBundle:
-        taken = self._step.micro_batches
+        micro_batches = self._step.micro_batches
         return StepBundle(
             stage=self.stage,
-            batches={str(index): one.batch for index, one in enumerate(taken)},
-            seeds=[one.seed for one in taken],
+            batches={str(index): one.batch for index, one in enumerate(micro_batches)},
+            seeds=[micro_batch.seed for micro_batch in micro_batches],
             context={},
-            records=step_records(taken, self.head_names, self.tokenizer),
+            records=step_records(micro_batches, self.head_names, self.tokenizer),
         )
 
     @property
@@ -340,8 +340,8 @@ class PairModule(TrainingModule):
     def _by_source(self, summary: RewardSummary, index: int | None) -> dict[str, dict[str, float]]:
         """Return what is told of each source of a mixture, see `_source_names`."""
         names = [*_source_names(self.trainer, index).values()]
-        found = summary.sources.items()
-        return {_of_source(names[number]): own.in_brief for number, own in found}
+        summaries = summary.sources.items()
+        return {_of_source(names[number]): own.main_metrics for number, own in summaries}
 
     def _log_evaluation(self, stage: str, summary: RewardSummary) -> None:
         names = set_names(self.trainer)
@@ -355,7 +355,7 @@ class PairModule(TrainingModule):
         logged = {f"{at}{key}": value for at, own in parts.items() for key, value in own.items()}
         # equal on all ranks already; sync_dist says so to Lightning
         self.log_dict(logged, batch_size=1, sync_dist=True)
-        self.measurements = [one for at, own in parts.items() for one in measurements_of(own, at)]
+        self.measurements = [each for at, own in parts.items() for each in measurements_of(own, at)]
 
     def _evaluation_values(self, summary: RewardSummary) -> dict[str, float]:
         values = dict(summary.metrics)
@@ -407,7 +407,7 @@ class _UnloggedPairs:
             seen = state["ranks"]
             if "sources" in state:  # else from before they were named
                 now = [numbers.get(source, -1) for source in state["sources"]]
-                seen = [self._metrics.renumbered(one, now) for one in seen]
+                seen = [self._metrics.renumbered(each, now) for each in seen]
             self._metrics.resume(seen, Collectives(trainer))
 
 

@@ -54,7 +54,7 @@ def pad_id_of(tokenizer: PreTrainedTokenizerBase) -> int:
     return pad_id if isinstance(pad_id, int) else 0
 
 
-class MicroBatch(NamedTuple):
+class PairBatch(NamedTuple):
     """One forward pass of an optimizer step, for the guard."""
 
     batch: PreferenceBatch
@@ -85,29 +85,31 @@ class PairStep:
     corrected once, by a factor that is exactly 1 in the regular case.
     """
 
-    micro_batches: list[MicroBatch] = field(default_factory=list)
+    micro_batches: list[PairBatch] = field(default_factory=list)
     _common: float = 0.0
     _infinite: list[Tensor] = field(default_factory=list)
 
-    def add(self, loss_sum: Tensor, taken: MicroBatch, ranks: Collectives) -> Tensor:
+    def add(self, loss_sum: Tensor, micro_batch: PairBatch, ranks: Collectives) -> Tensor:
         """Add a micro-batch, as every rank does its own; return the loss to run backward from.
 
         Args:
             loss_sum: Sum of the losses of its pairs.
-            taken: What it was; held, not copied.
+            micro_batch: What it was; held, not copied.
             ranks: All ranks.
         """
         if not self.micro_batches:
-            pairs = torch.tensor(float(len(taken.batch)), device=loss_sum.device)
-            self._common = float(ranks.max(pairs)) if ranks.world_size > 1 else len(taken.batch)
-        self.micro_batches.append(taken)
+            pairs = torch.tensor(float(len(micro_batch.batch)), device=loss_sum.device)
+            self._common = (
+                float(ranks.max(pairs)) if ranks.world_size > 1 else len(micro_batch.batch)
+            )
+        self.micro_batches.append(micro_batch)
         self._infinite.append(~loss_sum.detach().isfinite())
         return loss_sum / self._common
 
     def close(self, accumulated: int, ranks: Collectives) -> PairMean:
         """Finish at an optimizer step, which all ranks take; Lightning ``accumulated`` so many."""
         infinite = torch.stack(self._infinite).sum().float()
-        pairs = torch.full_like(infinite, sum(len(one.batch) for one in self.micro_batches))
+        pairs = torch.full_like(infinite, sum(len(batch.batch) for batch in self.micro_batches))
         total_infinite, total_pairs = ranks.sum(torch.stack([infinite, pairs])).tolist()
         correction = accumulated * self._common * ranks.world_size / total_pairs
         return PairMean(correction, finite=total_infinite == 0)
@@ -165,7 +167,7 @@ def score_records(
 
 
 def step_records(
-    micro_batches: Sequence[MicroBatch],
+    micro_batches: Sequence[PairBatch],
     head_names: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[dict[str, Any]]:
@@ -195,7 +197,7 @@ def step_records(
 
 
 def bad_place(
-    micro_batches: Sequence[MicroBatch],
+    micro_batches: Sequence[PairBatch],
     head_names: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
 ) -> str:
@@ -226,14 +228,14 @@ def _texts(batch: PreferenceBatch, row: int, tokenizer: PreTrainedTokenizerBase)
     first, second = batch.candidate0, batch.candidate1
     if any(part.media is not None and part.media[row] is not None for part in (first, second)):
         return {}
-    kept = batch.said[row] if batch.said else None
-    if kept is not None:
-        return dict(zip(("prompt", "candidate0", "candidate1"), kept, strict=True))
+    stored = batch.source_texts[row] if batch.source_texts else None
+    if stored is not None:
+        return dict(zip(("prompt", "candidate0", "candidate1"), stored, strict=True))
     # an answer of several turns has some that are not learnt
     prompt = first.input_ids[row, first.attention_mask[row] & ~_answered(first, row)]
     answers = (part.input_ids[row, _answered(part, row)] for part in (first, second))
-    said = (str(tokenizer.decode(ids.tolist(), skip_special_tokens=True)) for ids in answers)
-    texts = (str(tokenizer.decode(prompt.tolist())), *said)
+    decoded = (str(tokenizer.decode(ids.tolist(), skip_special_tokens=True)) for ids in answers)
+    texts = (str(tokenizer.decode(prompt.tolist())), *decoded)
     return dict(zip(("prompt", "candidate0", "candidate1"), texts, strict=True))
 
 

@@ -64,23 +64,23 @@ def score(
     """
     alone = isinstance(responses, str)
     listed = [responses] if isinstance(responses, str) else list(responses)
-    asked = prompts_of(prompts, images, len(listed), module.processor)
+    read = prompts_of(prompts, images, len(listed), module.processor)
     reward = LearnedReward.of_network(
         module.network, module.tokenizer, module.processor, head=head, batch_size=batch_size
     )
     with evaluating(module.network):
         scores = reward(
-            prompts=[one.prompt for one in asked],
+            prompts=[prompt.prompt for prompt in read],
             completions=listed,
             log_metric=lambda *_: None,
-            images=[one.images for one in asked],
-            videos=[one.videos for one in asked],
-            audios=[one.audios for one in asked],
+            images=[each.images for each in read],
+            videos=[item.videos for item in read],
+            audios=[one.audios for one in read],
         )
     return scores[0] if alone else scores
 
 
-class Asked(NamedTuple):
+class PromptWithMedia(NamedTuple):
     """A prompt, and what it shows."""
 
     prompt: Prompt
@@ -91,7 +91,7 @@ class Asked(NamedTuple):
 
 def prompts_of(
     prompts: Any, images: Any, count: int, processor: MediaProcessor | None
-) -> list[Asked]:
+) -> list[PromptWithMedia]:
     """Read the prompt of each of ``count`` responses.
 
     Raises:
@@ -102,23 +102,23 @@ def prompts_of(
         raise ValueError("images were given, and the reward model reads text only")
     rows, alone = rows_of(prompts, images)
     reader = MediaReader(processor)
-    asked = []
+    read = []
     for number, row in enumerate(rows):
         try:
-            asked.append(_read(row, reader))
+            read.append(_read(row, reader))
         except BadRow as problem:
             raise refusal(number, problem) from problem
     if alone:
-        return asked * count
-    if len(asked) != count:
+        return read * count
+    if len(read) != count:
         raise ValueError(
-            f"there are {len(asked)} prompts and {count} responses; give a prompt for each "
+            f"there are {len(read)} prompts and {count} responses; give a prompt for each "
             "response, or one prompt for all"
         )
-    return asked
+    return read
 
 
-def _read(row: Mapping[str, Any], reader: MediaReader) -> Asked:
+def _read(row: Mapping[str, Any], reader: MediaReader) -> PromptWithMedia:
     column = column_or_dialogue(
         row, DEFAULT_PROMPT_COLUMN, default=DEFAULT_PROMPT_COLUMN, setting="prompt"
     )
@@ -129,7 +129,7 @@ def _read(row: Mapping[str, Any], reader: MediaReader) -> Asked:
     else:
         turns, refs = reader.of_messages(read_messages(row[column], column), refs, None)
     options = MediaOptions()
-    return Asked(
+    return PromptWithMedia(
         turns,
         [read_image(value, options) for value in refs.images],
         [read_video(value, options) for value in refs.videos],

@@ -19,13 +19,13 @@ from lrlhf.modules.policy.settings import PolicySettings
 from lrlhf.modules.policy.teacher import EVALUATED
 from lrlhf.modules.settings import Evaluation
 from lrlhf.rewards import Rewards
-from lrlhf.rewards.functions.one_by_one import UnjudgedError
+from lrlhf.rewards.functions.one_by_one import UnscorableError
 from lrlhf.rewards.lookup import ReadsAnswer, SumsUpAnswers
 from lrlhf.rollout import Collected, Sampling
 from lrlhf.rollout.records import written_text
 from lrlhf.rollout.responses import prompt_token_ids
 from lrlhf.run import Collectives, sample_seeds
-from lrlhf.statistics.repeated_samples import judged_together, temperature_name
+from lrlhf.statistics.repeated_samples import joint_metrics, temperature_name
 from lrlhf.types import PromptBatch, Rollout
 
 _STREAM = 1_000_003
@@ -63,13 +63,13 @@ class PromptResult(NamedTuple):
 
 def passes_of(settings: PolicySettings) -> list[Pass]:
     """Return the ways in which an evaluation answers its prompts, the main one first."""
-    given, sampling = settings.evaluation, settings.eval_sampling
-    temperatures = given.temperatures or (sampling.temperature,)
+    evaluation, sampling = settings.evaluation, settings.eval_sampling
+    temperatures = evaluation.temperatures or (sampling.temperature,)
     return [
         Pass(
             temperature_name(temperature) if len(temperatures) > 1 else "",
             sampling.at_temperature(temperature),
-            given.num_samples if temperature > 0 else 1,
+            evaluation.num_samples if temperature > 0 else 1,
         )
         for temperature in temperatures
     ]
@@ -170,19 +170,19 @@ class Evaluator:
         """
         records: list[dict[str, Any]] = []
         numbers = _numbers(batch, batch_idx, it)
-        for one in self._passes:
-            seeds = self._seeds(numbers, one.num_samples)
+        for setting in self._passes:
+            seeds = self._seeds(numbers, setting.num_samples)
             prompts = [_Responses() for _ in range(len(batch))]
-            groups = self._groups(one, name)
-            for first in range(0, one.num_samples, self._at_once):
+            groups = self._groups(setting, name)
+            for first in range(0, setting.num_samples, self._at_once):
                 chosen = [seed for own in seeds for seed in own[first : first + self._at_once]]
-                collected = self._sampler.answer(batch, one.sampling, chosen, it)
+                collected = self._sampler.answer(batch, setting.sampling, chosen, it)
                 if self._distance is not None:
                     collected = collected.with_extra_values(self._distance(collected.rollout, it))
-                taken = [*self._taken(collected, prompts, one, first)]
-                records += taken
-                self._observe(taken, collected.rollout.truncated.tolist(), numbers, groups)
-            results = (self._measured(responses, one) for responses in prompts)
+                samples = [*self._taken(collected, prompts, setting, first)]
+                records += samples
+                self._observe(samples, collected.rollout.truncated.tolist(), numbers, groups)
+            results = (self._measured(responses, setting) for responses in prompts)
             self._results += [PromptResult(groups, values) for values in results]
         return records
 
@@ -190,7 +190,7 @@ class Evaluator:
         """Return the metrics of all prompts of all ranks, and forget these."""
         columns: defaultdict[str, list[float]] = defaultdict(list)
         results, self._results = self._results, []
-        for result in (one for own in ranks.gather(results) for one in own):
+        for result in (each for own in ranks.gather(results) for each in own):
             for group in result.groups:
                 for name, value in result.values.items():
                     columns[f"eval/{group}{name}"].append(value)
@@ -207,33 +207,33 @@ class Evaluator:
         """Keep of responses what the functions want that sum them up."""
         size = len(records) // len(numbers)
         for name, function in self._summaries.items():
-            for place, (record, cut) in enumerate(zip(records, truncated, strict=True)):
-                said = function.observed(
+            for index, (record, cut) in enumerate(zip(records, truncated, strict=True)):
+                observed = function.observed(
                     written_text(record),
                     record["columns"],
                     truncated=cut,
-                    row=numbers[place // size],
+                    row=numbers[index // size],
                 )
-                self._observed.append(_Observed(name, groups, said))
+                self._observed.append(_Observed(name, groups, observed))
 
     def _shares(self, ranks: Collectives) -> Iterator[Measurement]:
         """Yield what functions say of the responses of all ranks, and forget these."""
-        found: defaultdict[tuple[str, str], list[Any]] = defaultdict(list)
+        by_metric: defaultdict[tuple[str, str], list[Any]] = defaultdict(list)
         own, self._observed = self._observed, []
         gathered = ranks.gather(own) if self._summaries else []
-        for one in (entry for of_rank in gathered for entry in of_rank):
-            for group in one.groups:
-                found[group, one.name].append(one.value)
-        for (group, name), values in found.items():
+        for each in (entry for of_rank in gathered for entry in of_rank):
+            for group in each.groups:
+                by_metric[group, each.name].append(each.value)
+        for (group, name), values in by_metric.items():
             for share, outcomes in self._summaries[name].shares(values).items():
                 yield measured_share(f"eval/{group}{name}/{share}", outcomes)
 
     def metric_names(self, sets: Sequence[str]) -> set[str]:
         """Return the names of all metrics that an evaluation of some validation sets can have."""
         names: set[str] = set()
-        for one in self._passes:
-            values = {_SCORE, *self._names, _LENGTH, _TRUNCATED, *self._names_together(one)}
-            prefixes = {group for name in sets for group in self._groups(one, name)}
+        for setting in self._passes:
+            values = {_SCORE, *self._names, _LENGTH, _TRUNCATED, *self._names_together(setting)}
+            prefixes = {group for name in sets for group in self._groups(setting, name)}
             names |= {f"eval/{prefix}{value}" for prefix in prefixes for value in values}
             shares = [
                 f"{name}/{share}"
@@ -278,19 +278,19 @@ class Evaluator:
             responses = prompts[row // size]
             values = _values(collected, row)
             responses.add(values)
-            told = dict(record)
+            entry = dict(record)
             if one.num_samples > 1:
-                told["sample"] = first + row % size
+                entry["sample"] = first + row % size
             if judges:
                 value = values[self._correct]
                 right = None if math.isnan(value) else value >= self._threshold
                 responses.rights.append(right)
-                told["correct"] = right
+                entry["correct"] = right
                 if self._reader is not None:
                     cut = bool(collected.rollout.truncated[row])
-                    told["answer"] = _answer(self._reader, written_text(record), truncated=cut)
-                    responses.answers.append(told["answer"])
-            yield told
+                    entry["answer"] = _answer(self._reader, written_text(record), truncated=cut)
+                    responses.answers.append(entry["answer"])
+            yield entry
 
     def _measured(self, responses: _Responses, one: Pass) -> dict[str, float]:
         values = {name: responses.mean(name) for name in (_SCORE, *self._names)}
@@ -319,7 +319,7 @@ class _Responses:
 
     def together(self, names: Sequence[str]) -> dict[str, float]:
         """Return metrics such as ``pass@4``; NaN: too few responses could be judged."""
-        return judged_together(names, self.rights, self.answers)
+        return joint_metrics(names, self.rights, self.answers)
 
 
 def _numbers(batch: PromptBatch, batch_idx: int, it: Iteration) -> list[int]:
@@ -340,8 +340,8 @@ def prompt_numbers(batch: PromptBatch, position: int) -> list[int]:
     numbers = []
     for row, (ids, place) in enumerate(zip(prompt_token_ids(batch), places, strict=True)):
         where = place.rpartition(":")[2] or f"{position}/{row}"
-        told = f"{where} {ids.tolist()}".encode()
-        numbers.append(int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "big"))
+        content = f"{where} {ids.tolist()}".encode()
+        numbers.append(int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big"))
     return numbers
 
 
@@ -360,8 +360,8 @@ def _values(collected: Collected, row: int) -> dict[str, float]:
 def _answer(reader: ReadsAnswer, text: str, *, truncated: bool) -> str | None:
     """Return the answer in a response; none where it cannot be found in time."""
     read: Callable[..., str | None] = reader.answer_of
-    wanted = "truncated" in inspect.signature(read).parameters
+    takes_truncated = "truncated" in inspect.signature(read).parameters
     try:
-        return read(text, truncated=truncated) if wanted else read(text)
-    except UnjudgedError:
+        return read(text, truncated=truncated) if takes_truncated else read(text)
+    except UnscorableError:
         return None

@@ -107,7 +107,6 @@ class RunningScores:
         return {"count": self.count, "mean": self.mean, "squares": self.squares}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``."""
         self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]
 
 

@@ -240,7 +240,7 @@ class Scoring:
     """
 
     def __init__(self, module: PolicyModule) -> None:
-        self._rewards = module.rewards.beside_a_run()
+        self._rewards = module.rewards.with_own_failures()
         for argument in _READS_EPISODES:
             if names := self._rewards.asking_for(argument):
                 raise ValueError(
@@ -289,12 +289,12 @@ def respond(
     n = len(rollout) // len(prompts)
     texts = response_texts(prompts, rollout, generator.tokenizer, sampling)
     starts = response_starts(rollout, prompts)
-    found = []
+    responses = []
     for row, ids in enumerate(response_ids(rollout, prompts, given=True)):
         start = starts[row]
         here = slice(start, start + len(ids))
         before = rollout.input_ids[row, :start].tolist()
-        found.append(
+        responses.append(
             Sampled(
                 prompt=prompts.prompts[row // n],
                 text=str(texts[row]),
@@ -313,7 +313,7 @@ def respond(
                 rewards={} if rewards is None else dict(_values(rewards, row)),
             )
         )
-    return in_groups(found, len(prompts))
+    return in_groups(responses, len(prompts))
 
 
 def _values(rewards: RewardResult, row: int) -> Iterator[tuple[str, float | None]]:
@@ -325,7 +325,7 @@ def _known(value: Tensor) -> float | None:
     return None if value.isnan() else float(value)
 
 
-class Answer(NamedTuple):
+class GeneratedText(NamedTuple):
     """One response as text."""
 
     text: str
@@ -360,10 +360,10 @@ class PromptReader:
             BadRow: It cannot be used.
         """
         drafts = tokenize_drafts(self._tokenizer, [self._parse(row, folder)])
-        found = self._media.check(drafts)[0]
-        if isinstance(found, BadRow):
-            raise found
-        return self._media(found)
+        readable = self._media.check(drafts)[0]
+        if isinstance(readable, BadRow):
+            raise readable
+        return self._media(readable)
 
 
 class TextGenerator:
@@ -382,7 +382,7 @@ class TextGenerator:
 
     def answer(
         self, rows: Sequence[PromptRow], sampling: Sampling, *, seeds: Sequence[int]
-    ) -> list[list[Answer]]:
+    ) -> list[list[GeneratedText]]:
         """Answer each prompt ``len(seeds) / len(rows)`` times.
 
         Args:
@@ -393,7 +393,7 @@ class TextGenerator:
         prompts, rollout = self.generate(rows, sampling, seeds=seeds)
         texts = response_texts(prompts, rollout, self.tokenizer, sampling)
         answers = [
-            Answer(str(text), "length" if truncated else "stop", length)
+            GeneratedText(str(text), "length" if truncated else "stop", length)
             for text, truncated, length in zip(
                 texts,
                 rollout.truncated.tolist(),
@@ -408,7 +408,7 @@ class TextGenerator:
     ) -> tuple[PromptBatch, Rollout]:
         """Return the prompts of `answer` as a batch, and the responses to them."""
         device = device_of(self._policy.model)
-        pad_id = _pad_id(self.tokenizer.pad_token_id)
+        pad_id = int(self.tokenizer.pad_token_id)
         prompts = collate_prompts(rows, pad_token_id=pad_id).to(device)
         self._engine.attach(*self._policy)
         n = len(seeds) // len(rows)
@@ -451,17 +451,17 @@ def answer_prompts(
     for name, value in (("n", n), ("batch_size", batch_size)):
         if value < 1:
             raise ValueError(f"{name} is {value}; it must be 1 or more")
-    asked, alone = rows_of(prompts, images)
-    rows = [read(row, number) for number, row in enumerate(asked)]
+    prompt_rows, alone = rows_of(prompts, images)
+    rows = [read(row, number) for number, row in enumerate(prompt_rows)]
     seed = secrets.randbits(64) if seed is None else seed
     groups: list[list[T]] = []
     at_once = max(1, batch_size // n)
     for start in range(0, len(rows), at_once):
         chosen = rows[start : start + at_once]
         seeds = [
-            one
+            each
             for number in range(start, start + len(chosen))
-            for one in sample_seeds(seed, number, count=n)
+            for each in sample_seeds(seed, number, count=n)
         ]
         groups += respond(chosen, seeds)
     answers = [group[0] for group in groups] if n == 1 else groups
@@ -493,10 +493,6 @@ def changed_sampling(sampling: Sampling, options: Mapping[str, Any]) -> Sampling
         stop = changed["stop"]
         changed["stop"] = (stop,) if isinstance(stop, str) else tuple(stop or ())
     return replace(sampling, **changed)
-
-
-def _pad_id(pad_id: Any) -> int:
-    return pad_id if isinstance(pad_id, int) else 0  # the mask says what is padding
 
 
 def read_fitting(

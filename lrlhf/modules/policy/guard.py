@@ -38,17 +38,17 @@ def passes_guard(experience: Experience, it: Iteration, tokenizer: PreTrainedTok
     """
     guard = it.module.step_guard
     sums = IterationSums(*it.ranks.sum(measure(experience)).tolist())
-    found = judge(sums, guard.settings, guard.lengths)
-    if not found:
+    anomalies = judge(sums, guard.settings, guard.lengths)
+    if not anomalies:
         guard.lengths.update(sums.tokens / max(sums.rows, 1))
         return True
-    place = locate_in(experience, tokenizer)
+    location = locate_in(experience, tokenizer)
     # what is about all ranks, the first one tells
-    told = [one for one in found if it.ranks.rank == 0]
-    if place:
-        bad = next((one for one in found if one.limit is None), found[0])
-        told = [one for one in told if one is not bad]
-        told.append(bad._replace(text=f"{bad.text} ({place})"))
+    reported = [anomaly for anomaly in anomalies if it.ranks.rank == 0]
+    if location:
+        bad = next((item for item in anomalies if item.limit is None), anomalies[0])
+        reported = [each for each in reported if each is not bad]
+        reported.append(bad._replace(text=f"{bad.text} ({location})"))
 
     def bundle() -> StepBundle:
         return StepBundle(
@@ -59,7 +59,7 @@ def passes_guard(experience: Experience, it: Iteration, tokenizer: PreTrainedTok
             records=describe_rows(experience, tokenizer, None),
         )
 
-    guard.report(told, bundle, it.module)
+    guard.report(reported, bundle, it.module)
     return False
 
 
@@ -112,14 +112,14 @@ def describe_rows(
     advantages = masked_mean(experience.advantages, experience.response_mask, 1)
     rows = []
     for row in range(len(experience)):
-        said = experience.input_ids[row, experience.response_mask[row]].tolist()
+        response_ids = experience.input_ids[row, experience.response_mask[row]].tolist()
         media = None if experience.media is None else experience.media[row]
         rows.append(
             {
                 "row": row,
                 "prompt": prompt_text(experience, row, tokenizer),
-                "completion": str(tokenizer.decode(said)),
-                "length": len(said),
+                "completion": str(tokenizer.decode(response_ids)),
+                "length": len(response_ids),
                 "score": shown(experience.scores[row]),
                 "advantage": shown(advantages[row]),
                 "kl": None if kl is None else shown(kl[row]),

@@ -64,7 +64,6 @@ class BatchPlan:
 
     @property
     def prompts(self) -> int:
-        """Prompts of all processes."""
         return self.prompts_per_rank * self.world_size
 
     @property
@@ -95,11 +94,11 @@ class BatchPlan:
     def table(self) -> str:
         """Write one line per number, with its unit and where it comes from."""
         drops = self.kept_prompts < self.prompts_per_rank
-        kept = "dynamic_sampling.prompts" if drops else "data.batch_size"
+        option = "dynamic_sampling.prompts" if drops else "data.batch_size"
         processes = f"{self.world_size} process{'' if self.world_size == 1 else 'es'}"
         extra = "".join(f" + 1 {name}" for name in self.extra_samples)
         each = f"(num_generations{extra})" if extra else "num_generations"
-        trained = f"{kept} × num_generations × {processes}"
+        trained = f"{option} × num_generations × {processes}"
         quantities = [
             Quantity("prompts", self.prompts, f"data.batch_size × {processes}"),
             Quantity("responses per prompt", self.num_generations, "num_generations"),
@@ -159,14 +158,14 @@ def plan_batches(  # noqa: PLR0913  the numbers of an iteration
     _refuse_below_one("num_generations", num_generations)
     _refuse_below_one("update.num_iterations", num_iterations)
     _refuse_below_one("the number of processes", world_size)
-    kept = prompts_per_rank if kept_prompts is None else kept_prompts
-    _refuse_below_one("dynamic_sampling.prompts", kept)
-    if kept > prompts_per_rank:
+    prompts = prompts_per_rank if kept_prompts is None else kept_prompts
+    _refuse_below_one("dynamic_sampling.prompts", prompts)
+    if prompts > prompts_per_rank:
         raise ValueError(
-            f"dynamic_sampling.prompts is {kept}, but there are only {prompts_per_rank} prompts "
+            f"dynamic_sampling.prompts is {prompts}, but there are only {prompts_per_rank} prompts "
             f"per process (data.batch_size); the nearest number is {prompts_per_rank}"
         )
-    rows = kept * num_generations
+    rows = prompts * num_generations
     if minibatch_size is None:
         steps = num_minibatches or largest_divisor(rows, default_minibatches)
         _check_num_minibatches(steps, rows)
@@ -178,7 +177,7 @@ def plan_batches(  # noqa: PLR0913  the numbers of an iteration
         world_size=world_size,
         minibatch_size=minibatch_size,
         num_iterations=num_iterations,
-        kept_prompts=kept,
+        kept_prompts=prompts,
         extra_samples=tuple(extra_samples),
     )
 
@@ -308,9 +307,9 @@ class Iteration:
         self.optimizer_steps += 1
         return self._seed(_BEFORE_UPDATE + self.optimizer_steps)
 
-    def _seed(self, place: int) -> tuple[int, ...]:
+    def _seed(self, index: int) -> tuple[int, ...]:
         if self._replayed_seeds is None:
-            self.seeds = self.module.seed_step(place)
+            self.seeds = self.module.seed_step(index)
         else:
             self.seeds = self._replayed_seeds
             seed_everything_for(*self.seeds)

@@ -116,11 +116,11 @@ def policy_loss(  # noqa: PLR0913  the terms of the objective
     old = experience.old_logprobs if experience.old_logprobs is not None else logprobs.detach()
     advantages, weights = experience.advantages, experience.importance_weights
     per_response = loss.level == "sequence"
-    given = logprobs
+    weighted = logprobs
     if per_response:
         advantages = masked_mean(advantages, experience.response_mask, dim=1)
-        given = _with_weighted_gradient(logprobs, weights)
-    values = loss.function(given, old, advantages, selected, **loss.options)
+        weighted = _with_weighted_gradient(logprobs, weights)
+    values = loss.function(weighted, old, advantages, selected, **loss.options)
     if weights is not None and not per_response:
         values = values * weights
 
@@ -339,12 +339,12 @@ class PolicyStep:
         if text is None:
             return None
         texts = text.to(it.device)
-        said = loss_tokens(self._policy, texts)
-        texts = replace(texts, response_mask=said)
+        mask = loss_tokens(self._policy, texts)
+        texts = replace(texts, response_mask=mask)
         update = self._settings.update
 
         def compute() -> Tensor:
-            own = torch.stack([said.sum(), said.any(dim=1).sum()])
+            own = torch.stack([mask.sum(), mask.any(dim=1).sum()])
             tokens, rows = it.ranks.sum(own.float()).unbind()
             logprobs = sequence_logprobs(self._policy, texts, chunk_size=update.logprob_chunk)
             loss = -logprobs.sum() / tokens.clamp(min=1)

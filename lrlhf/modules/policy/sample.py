@@ -49,7 +49,7 @@ _EXTRA_STREAM = 1_000_033
 
 
 @runtime_checkable
-class LooksAhead(Protocol):
+class HasUpcoming(Protocol):
     """A loader that knows its next batches before it is asked for them."""
 
     def upcoming(self, skip: int = 0) -> PromptBatch:
@@ -217,7 +217,7 @@ class Sampler:
         filtered = collect_different(
             batch,
             lambda prompts, first: self._sample_part(prompts, offset + first, it),
-            wanted=settings.dynamic_sampling.prompts,
+            count=settings.dynamic_sampling.prompts,
             informative=self._informative,
             num_generations=settings.num_generations,
             any_rank=it.ranks.any,
@@ -377,14 +377,14 @@ class Sampler:
         A checkpoint is rank 0's: of several ranks the others would miss their responses.
         """
         alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
-        kept = self._queue.state_dict() if self._queue is not None and alone else None
-        return {"queue": kept}
+        queued = self._queue.state_dict() if self._queue is not None and alone else None
+        return {"queue": queued}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with what was generated ahead."""
-        kept = state.get("queue")
-        if self._queue is not None and kept is not None:
-            self._queue.load_state_dict(kept, torch.device("cpu"))
+        queued = state.get("queue")
+        if self._queue is not None and queued is not None:
+            self._queue.load_state_dict(queued, torch.device("cpu"))
 
 
 def chat_of(trainer: L.Trainer, policy: LoadedPolicy) -> ChatFormat:
@@ -397,7 +397,7 @@ def chat_of(trainer: L.Trainer, policy: LoadedPolicy) -> ChatFormat:
 
 def _upcoming_batch(it: Iteration, *, skip: int) -> PromptBatch:
     loader = it.trainer.train_dataloader
-    if not isinstance(loader, LooksAhead):
+    if not isinstance(loader, HasUpcoming):
         raise ValueError(
             f"max_staleness needs to know the next batches, and a {type(loader).__name__} does "
             "not tell them: use PromptDataModule, or give the loader a method upcoming(skip)"
@@ -514,10 +514,10 @@ def check_stored(
         ValueError: It was not; says which option differs.
     """
     ids = stored.rollout.group_ids
-    whole = len(ids) % num_generations == 0
-    groups = ids.view(-1, num_generations) if whole else ids[:, None]
+    complete = len(ids) % num_generations == 0
+    groups = ids.view(-1, num_generations) if complete else ids[:, None]
     starts = groups[:, 0]
-    if not (whole and (groups == starts[:, None]).all() and (starts[1:] != starts[:-1]).all()):
+    if not (complete and (groups == starts[:, None]).all() and (starts[1:] != starts[:-1]).all()):
         sizes = sorted(set(torch.unique_consecutive(ids, return_counts=True)[1].tolist()))
         raise ValueError(
             f"num_generations is {num_generations}, but the stored rollout has groups of "
@@ -635,12 +635,12 @@ def check_engine(engine: RolloutEngine, settings: PolicySettings) -> None:
     """
     can = engine.capabilities
     hot = settings.sampling.starts_hot or settings.eval_sampling.starts_hot
-    if hot and not can.tells_kept_mass:
+    if hot and not can.reports_kept_mass:
         raise ValueError(
             f"sampling.first_temperature: {type(engine).__name__} draws all tokens of a response "
             "at one temperature: leave it out, or take lrlhf.rollout.TransformersEngine"
         )
-    if settings.sampling.truncates and not can.tells_kept_mass:
+    if settings.sampling.truncates and not can.reports_kept_mass:
         raise ValueError(
             f"sampling.top_p, top_k, min_p or min_new_tokens cuts tokens off, and "
             f"{type(engine).__name__} does not tell how much probability that was, so its "
@@ -723,7 +723,7 @@ def check_evaluation(functions: Rewards, settings: PolicySettings, *, answers_on
     Raises:
         ValueError: It does; says which samples would do.
     """
-    names = [name for name in comparing(functions.functions) if name in functions.asked_of_all]
+    names = [name for name in comparing(functions.functions) if name in functions.unconditional]
     if not names:
         return
     check_compared(functions, settings.num_generations)

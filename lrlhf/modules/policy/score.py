@@ -153,11 +153,11 @@ class Scorer:
         if teacher.model is None:
             return replace(rollout, teacher=teacher.tokens(rollout))
         with cached_vision_features():
-            kept = self._in_micro_batches(
+            columns = self._in_micro_batches(
                 rollout, [teacher.model.model], lambda part: _columns(teacher.tokens(part)), it
             )
         teacher.reshard()
-        chosen, ids, logprobs = cast(list[Tensor], kept)
+        chosen, ids, logprobs = cast(list[Tensor], columns)
         tokens = TeacherTokens(logprobs=chosen, top_ids=ids, top_logprobs=logprobs)
         return replace(rollout, teacher=tokens)
 
@@ -255,7 +255,7 @@ class Scorer:
 
         Its results are `[B, T]` each, perhaps with further axes, or None.
         """
-        whole: list[Tensor | None] = []
+        outputs: list[Tensor | None] = []
         update = self._settings.update
         micro_batches = plan_micro_batches(
             rollout,
@@ -266,13 +266,13 @@ class Scorer:
         )
         for micro in micro_batches:
             parts = function(trim(rollout.select(micro.rows)))
-            if not whole:
+            if not outputs:
                 blank = rollout.sampling_logprobs
-                whole = [None if part is None else _blank(blank, part) for part in parts]
-            for output, part in zip(whole, parts, strict=True):
+                outputs = [None if part is None else _blank(blank, part) for part in parts]
+            for output, part in zip(outputs, parts, strict=True):
                 if output is not None and part is not None:
                     output[micro.rows.to(output.device), : part.shape[1]] = part
-        return whole
+        return outputs
 
     def _free_gathered(self) -> None:
         """Release what only the passes without gradients needed."""

@@ -321,11 +321,11 @@ def _check_scaling(settings: PolicySettings) -> None:
     advantage = settings.advantage
     if not settings.algorithm.estimator.uses_rewards:
         return
-    for name, given in (
+    for name, is_set in (
         ("reward_clip_range", advantage.reward_clip_range is not None),
         ("scale_rewards", advantage.scale_rewards != "none"),
     ):
-        if given:
+        if is_set:
             raise ValueError(
                 f"advantage.{name} is about the sum of the rewards, but the estimator "
                 f"{_estimator_name(settings)!r} normalises each reward by itself: leave it out, or "
@@ -425,11 +425,11 @@ def _with_estimator_options(estimator: Estimator, name: str, advantage: Advantag
 
 def _with_loss_options(loss: PolicyLoss, update: Update) -> PolicyLoss:
     _check_options(f"update.options (loss {loss.name})", loss.function, update.options)
-    for name, given in (
+    for name, is_set in (
         ("aggregate", update.aggregate is not None),
         ("high_entropy_fraction", update.high_entropy_fraction < 1),
     ):
-        if given and loss.level == "sequence":
+        if is_set and loss.level == "sequence":
             raise ValueError(
                 f"update.{name} is about tokens, but update.loss {loss.name!r} has one value per "
                 f"response; leave it out, or choose a token loss ({TOKEN_LOSSES}, …)"

@@ -153,8 +153,8 @@ class RunTeacher:
 
 
 @quiet()
-def _loaded(given: str | CausalLM, policy: LoadedPolicy) -> TeacherModel:
-    spec = CausalLM(source=given, dtype="auto") if isinstance(given, str) else given
+def _loaded(source: str | CausalLM, policy: LoadedPolicy) -> TeacherModel:
+    spec = CausalLM(source=source, dtype="auto") if isinstance(source, str) else source
     check_same_tokens(policy.tokenizer, spec.load_tokenizer(), source=spec.source)
     return TeacherModel(spec.load(trainable=False))
 

@@ -96,7 +96,7 @@ class OptimizerStep(Generic[RowsT]):
             self._accumulate(loss, last=False)
         for index, one in enumerate(micro_batches):
             it.metrics.add("perf/padding_fraction", one.padding, one.computed)
-            it.metrics.add("perf/shared_fraction", one.shared, one.given)
+            it.metrics.add("perf/shared_fraction", one.shared, one.tokens)
             micro = trim(part.select(one.rows)).to(it.device)
             self._micro, self._last = micro, index == len(micro_batches) - 1
             self.watch.turn_to(one.rows)
@@ -127,10 +127,10 @@ class OptimizerStep(Generic[RowsT]):
     def _place_in(self, rows: RowsT) -> str:
         """Say where the first entry is that is not finite; empty: nowhere."""
         watch = self.watch
-        place = locate(rows, watch.outputs, tokenizer=self._tokenizer, rows=watch.rows)
-        if not place and isinstance(rows, Experience):
+        location = locate(rows, watch.outputs, tokenizer=self._tokenizer, rows=watch.rows)
+        if not location and isinstance(rows, Experience):
             return locate_in(rows, self._tokenizer)
-        return place
+        return location
 
     def _bundle(self, seeds: tuple[int, ...]) -> StepBundle:
         batches: dict[str, SequenceBatch] = {"part": self._part}

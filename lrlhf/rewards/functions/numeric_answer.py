@@ -19,7 +19,12 @@ from lrlhf.rewards.function import (
     completion_text,
     outside_thoughts,
 )
-from lrlhf.rewards.functions.one_by_one import TextPattern, UnjudgedError, scores_one_by_one, shared
+from lrlhf.rewards.functions.one_by_one import (
+    TextPattern,
+    UnscorableError,
+    scores_one_by_one,
+    shared,
+)
 from lrlhf.rewards.reward_values import shorten
 
 logger = logging.getLogger(__name__)
@@ -144,7 +149,7 @@ class NumericAnswer(RewardFunction):
             return None
         try:
             return shared(_COMPARE).score(share * self._timeout, right=right, answer=answer)
-        except UnjudgedError:
+        except UnscorableError:
             self._check_readable(right)
             if right not in self._unreadable:
                 raise  # it was the response
@@ -153,7 +158,7 @@ class NumericAnswer(RewardFunction):
     def _check_readable(self, right: str) -> None:
         try:
             shared(_COMPARE).score(self._timeout, right=right, answer=right)
-        except UnjudgedError as error:
+        except UnscorableError as error:
             self._unreadable.add(right)
             logger.warning(
                 "NumericAnswer: math-verify cannot read the right answer %s, which gives no "

@@ -35,7 +35,7 @@ _LITERAL_BRACE = re.compile(r"(?<!\\)(?<!\\N)((?:\\\\)*)\{(?!\d*,?\d*\})")
 """A brace that ``re`` takes as it stands and ``regex`` for leave to match something similar."""
 
 
-class UnjudgedError(Exception):
+class UnscorableError(Exception):
     """A response that could not be scored in time, or made its scorer fail."""
 
 
@@ -51,7 +51,7 @@ def scores_one_by_one(
 
     Args:
         score: Receives the index of the response, and its share of the usual time; raises
-            `UnjudgedError`.
+            `UnscorableError`.
         count: Responses.
     """
     values: list[float | None] = []
@@ -59,7 +59,7 @@ def scores_one_by_one(
     for row in until_timeout(range(count)):
         try:
             values.append(score(row, max(_LEAST_SHARE, 0.5 ** len(reasons))))
-        except UnjudgedError as error:
+        except UnscorableError as error:
             values.append(0.0)
             reasons[row] = str(error)
     if not reasons:
@@ -106,7 +106,7 @@ class OneByOne:
             arguments: Of the function, the response's entry of each list.
 
         Raises:
-            UnjudgedError: It took too long, raised, or ended its process.
+            UnscorableError: It took too long, raised, or ended its process.
             RewardError: The function raised one, or cannot be loaded.
         """
         lists = {name: [value] for name, value in arguments.items()}
@@ -115,9 +115,9 @@ class OneByOne:
             try:
                 reply = self._worker.send(request, timeout)
             except WorkerError as error:
-                raise UnjudgedError(str(error)) from None
+                raise UnscorableError(str(error)) from None
         if "error" in reply:
-            raise UnjudgedError(str(reply["error"]))
+            raise UnscorableError(str(reply["error"]))
         (value,) = reply["values"]
         return None if value is None else finite_number(value)
 
@@ -158,7 +158,7 @@ class TextPattern:
         ``share`` is the part of the usual time that it may take.
 
         Raises:
-            UnjudgedError: It takes longer.
+            UnscorableError: It takes longer.
         """
         match = self._pattern.fullmatch if full else self._pattern.search
         try:
@@ -170,7 +170,7 @@ class TextPattern:
         """Return the last match, or its first group, if there is one and it took part.
 
         Raises:
-            UnjudgedError: It takes longer than ``share`` of the usual time.
+            UnscorableError: It takes longer than ``share`` of the usual time.
         """
         try:
             matches = list(self._pattern.finditer(text, timeout=share * _TIMEOUT_S))
@@ -181,8 +181,8 @@ class TextPattern:
         group = matches[-1].group(1) if self._pattern.groups else None
         return str(matches[-1].group(0) if group is None else group)
 
-    def _timeout_error(self, share: float) -> UnjudgedError:
-        return UnjudgedError(
+    def _timeout_error(self, share: float) -> UnscorableError:
+        return UnscorableError(
             f"the regular expression {self._pattern.pattern!r} was not done with it after "
             f"{share * _TIMEOUT_S:.2g} s of CPU time: write it so that no text can be matched in "
             "many ways"
@@ -193,7 +193,7 @@ def extracted(text: str, pattern: TextPattern | None, share: float = 1.0) -> str
     """Return the answer in a response: outside of thoughts, or the last match of a pattern.
 
     Raises:
-        UnjudgedError: The pattern takes longer than ``share`` of the usual time.
+        UnscorableError: The pattern takes longer than ``share`` of the usual time.
     """
     if pattern is None:
         return outside_thoughts(text)

@@ -45,7 +45,9 @@ class ExactMatch(RewardFunction):
             text = extracted(completion_text(completions[row]), self._extract, share)
             if text is None:
                 return 0.0
-            return float(self._normalized(text) in {self._normalized(str(one)) for one in accepted})
+            return float(
+                self._normalized(text) in {self._normalized(str(each)) for each in accepted}
+            )
 
         return scores_one_by_one(score, len(completions))
 

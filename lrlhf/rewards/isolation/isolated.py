@@ -278,7 +278,6 @@ def _signature(greeting: Mapping[str, Any]) -> inspect.Signature:
 
 
 def _request(arguments: Mapping[str, Any], rows: Sequence[int], seconds: float) -> dict[str, Any]:
-    """Return the request for the responses of ``rows``."""
     data = {
         name: {key: [column[row] for row in rows] for key, column in values.items()}
         if name == OTHER_REWARDS and isinstance(values, Mapping)
@@ -289,7 +288,7 @@ def _request(arguments: Mapping[str, Any], rows: Sequence[int], seconds: float) 
     loggers = [name for name in _LOGGERS if name in arguments]
     request = {"arguments": data, "count": len(rows), "seconds": seconds, "loggers": loggers}
     # the pickle of a completion has no segments; plain tuples need no library in the process
-    segments = [[*map(tuple, completion_segments(one))] for one in data.get("completions", ())]
+    segments = [[*map(tuple, completion_segments(each))] for each in data.get("completions", ())]
     if any(len(own) > 1 for own in segments):
         request["segments"] = [own if len(own) > 1 else None for own in segments]
     return request

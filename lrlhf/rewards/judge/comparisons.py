@@ -80,7 +80,7 @@ class Comparison(NamedTuple):
         )
 
 
-class Question(NamedTuple):
+class JudgeRequest(NamedTuple):
     """One prompt of the judge, and the comparison that its verdict belongs to."""
 
     comparison: Comparison
@@ -214,7 +214,7 @@ class JudgePrompts:
             references,
         )
 
-    def questions(self, batch: Batch) -> list[Question]:
+    def questions(self, batch: Batch) -> list[JudgeRequest]:
         """Return all questions about a batch.
 
         Responses without a sibling, as others may have failed, have none, unless all are so.
@@ -233,7 +233,7 @@ class JudgePrompts:
                 "of one"
             )
         return [
-            Question(comparison, order, sample)
+            JudgeRequest(comparison, order, sample)
             for group in groups
             if batch.references is None or batch.references[group[0]] is not None
             for comparison in self._comparisons(group)
@@ -266,8 +266,7 @@ class JudgePrompts:
             ]
         yield from (Comparison((order, order[::-1])) for order in pairs)
 
-    def text(self, batch: Batch, question: Question) -> str:
-        """Return the text of a question."""
+    def text(self, batch: Batch, question: JudgeRequest) -> str:
         own = question.about
         return self._template.render(
             prompt=prompt_text(batch.prompts[own]),
@@ -279,7 +278,7 @@ class JudgePrompts:
             **{name: values[own] for name, values in batch.columns.items()},
         )
 
-    def read(self, question: Question, reply: Reply | None) -> Verdict:
+    def read(self, question: JudgeRequest, reply: Reply | None) -> Verdict:
         """Return the verdict of a reply; one that was cut off has none."""
         if reply is None or not reply.finished:
             return Verdict(None, reply)
@@ -314,7 +313,7 @@ def judge_columns(options: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _scores_by_comparison(
-    questions: Sequence[Question], verdicts: Mapping[Question, Verdict]
+    questions: Sequence[JudgeRequest], verdicts: Mapping[JudgeRequest, Verdict]
 ) -> Iterator[tuple[Comparison, Scores]]:
     """Yield each comparison with the scores of its orders, means over samples with a verdict."""
     sampled: dict[Comparison, dict[Order, list[tuple[float, ...]]]] = {}
@@ -333,7 +332,7 @@ def _scores_by_comparison(
 
 
 def response_values(
-    questions: Sequence[Question], verdicts: Mapping[Question, Verdict], count: int
+    questions: Sequence[JudgeRequest], verdicts: Mapping[JudgeRequest, Verdict], count: int
 ) -> list[float | None]:
     """Return the mean over its comparisons for each response."""
     collected: defaultdict[int, list[float]] = defaultdict(list)
@@ -344,7 +343,7 @@ def response_values(
 
 
 def reply_texts(
-    questions: Sequence[Question], verdicts: Mapping[Question, Verdict], count: int
+    questions: Sequence[JudgeRequest], verdicts: Mapping[JudgeRequest, Verdict], count: int
 ) -> list[list[str]]:
     """Return the replies about each response; of comparisons, with the letter that it had."""
     texts: list[list[str]] = [[] for _ in range(count)]
@@ -358,7 +357,7 @@ def reply_texts(
 
 
 def verdict_metrics(
-    questions: Sequence[Question], verdicts: Mapping[Question, Verdict]
+    questions: Sequence[JudgeRequest], verdicts: Mapping[JudgeRequest, Verdict]
 ) -> dict[str, float]:
     """Return the quality of a judge's verdicts, as far as there are any.
 

@@ -24,8 +24,8 @@ from lrlhf.rewards.function import (
 from lrlhf.rewards.judge.comparisons import (
     Batch,
     JudgePrompts,
+    JudgeRequest,
     Mode,
-    Question,
     Reply,
     Verdict,
     judge_columns,
@@ -257,7 +257,7 @@ class JudgeReward(CopiesStartAfresh):
             raise RewardError("a judge cannot be shown videos or audio")
         batch = await asyncio.to_thread(self._batch, prompts, completions, images, columns)
         questions = self._prompts.questions(batch)
-        verdicts: dict[Question, Verdict] = {}
+        verdicts: dict[JudgeRequest, Verdict] = {}
         async with self._client.calls() as calls:
             client = JudgeClient(calls, self._cache)
             for attempt in range(self._attempts):
@@ -295,8 +295,8 @@ class JudgeReward(CopiesStartAfresh):
         return self._prompts.batch(prompts, completions, shown, columns)
 
     def _bodies(
-        self, batch: Batch, questions: Sequence[Question], attempt: int
-    ) -> dict[Question, bytes]:
+        self, batch: Batch, questions: Sequence[JudgeRequest], attempt: int
+    ) -> dict[JudgeRequest, bytes]:
         """Return the requests; the same bytes for the same question, which the cache relies on."""
         bodies = {}
         for question in questions:
@@ -315,7 +315,10 @@ class JudgeReward(CopiesStartAfresh):
         return bodies
 
     def _with_failures(
-        self, values: list[float | None], client: JudgeClient, verdicts: Mapping[Question, Verdict]
+        self,
+        values: list[float | None],
+        client: JudgeClient,
+        verdicts: Mapping[JudgeRequest, Verdict],
     ) -> list[float | None]:
         """Report questions without a reply in any attempt."""
         unanswered = [each for each, verdict in verdicts.items() if verdict.reply is None]
@@ -455,7 +458,6 @@ class ReplyCache:
             return {each: Reply(row[0], finished=bool(row[1])) for each, row in rows if row}
 
     def add(self, replies: Mapping[bytes, Reply]) -> None:
-        """Store replies."""
         if self._path is None or not replies:
             return
         with self._open(self._path) as database:

@@ -123,10 +123,10 @@ class RemoteReward(CopiesStartAfresh):
         self._columns = (
             columns if isinstance(columns, dict) else {key: key for key in columns or ()}
         )
-        if protocol == "lightrft" and (taken := _LIGHTRFT_KEYS & {*self._columns.values()}):
+        if protocol == "lightrft" and (reserved := _LIGHTRFT_KEYS & {*self._columns.values()}):
             raise ValueError(
-                f"columns: {', '.join(sorted(taken))} would replace what LightRFT's protocol sends "
-                "under that name; choose another, as in {prompts: question}"
+                f"columns: {', '.join(sorted(reserved))} would replace what LightRFT's protocol "
+                "sends under that name; choose another, as in {prompts: question}"
             )
         self._protocol: Protocol = (
             LightrftProtocol(chat_template) if protocol == "lightrft" else LrlhfProtocol()
@@ -296,7 +296,9 @@ class LrlhfProtocol(Protocol):
             body["videos"] = in_base64(responses.videos, _animated_png)
         if responses.columns:
             body["columns"] = responses.columns
-        segments = [[*map(list, completion_segments(one))] for one in responses.completions]
+        segments = [
+            [*map(list, completion_segments(completion))] for completion in responses.completions
+        ]
         if any(len(own) > 1 for own in segments):
             body["segments"] = [own if len(own) > 1 else None for own in segments]
         return body

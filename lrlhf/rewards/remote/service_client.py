@@ -256,7 +256,9 @@ class ServiceClient:
         deadline = time.monotonic() + limit
         async with self._settings.connections() as exchange:
             while True:
-                results = await asyncio.gather(*(probe(exchange, one) for one in self.services))
+                results = await asyncio.gather(
+                    *(probe(exchange, service) for service in self.services)
+                )
                 problems = [problem for problem in results if problem]
                 if len(problems) < len(self.services):
                     break
@@ -561,7 +563,6 @@ class Services(list[Service]):
             )
 
     def last_errors(self) -> str:
-        """Return the last error of each service."""
         return "; ".join(
             f"{service.url}: {service.last_error or 'no request reached it in time'}"
             for service in self

@@ -29,7 +29,8 @@ class Capabilities:
         concurrent: It can generate while the trainer computes.
         exact: Its log-probabilities are the policy's own, up to rounding; may be known only after
             the first responses.
-        tells_kept_mass: It returns the probability left by top_p, top_k, min_p and min_new_tokens.
+        reports_kept_mass: It returns the probability that top_p, top_k, min_p and min_new_tokens
+            leave.
         media: It accepts prompts with images or videos.
         updates_in_flight: It accepts new weights while it generates, continues with them, and
             returns the version of the weights of each token.
@@ -40,7 +41,7 @@ class Capabilities:
     holds_copy: bool = False
     concurrent: bool = False
     exact: bool = False
-    tells_kept_mass: bool = True
+    reports_kept_mass: bool = True
     media: bool = True
     updates_in_flight: bool = False
     structured: bool = False
@@ -75,7 +76,6 @@ class RolloutEngine(KeepsArguments, ABC):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Capabilities of the engine."""
         return Capabilities()
 
     @abstractmethod

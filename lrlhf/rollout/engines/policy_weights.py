@@ -21,7 +21,7 @@ from lrlhf.models import (
     skeleton_of,
     unmergeable,
 )
-from lrlhf.models.sharding import has_split_weights, reshard, whole, whole_shape
+from lrlhf.models.sharding import full_shape, full_tensor, has_split_weights, reshard
 from lrlhf.vllm_worker.model_access import PREFIX
 
 
@@ -144,7 +144,7 @@ class AdapterWeights:
             raise ValueError("the adapter is scaled by other factors in some layers than in others")
         (self._scaling,) = scalings
         firsts = (first.get_parameter("weight") for first, _ in self._layers.values())
-        self.rank = max(whole_shape(weight)[0] for weight in firsts)
+        self.rank = max(full_shape(weight)[0] for weight in firsts)
         if self.rank > LARGEST_RANK:
             raise ValueError(f"its rank is {self.rank}, and vLLM's limit is {LARGEST_RANK}")
         self._check_other_weights()
@@ -176,12 +176,12 @@ class AdapterWeights:
         """Yield the adapter's weights; all ranks must iterate, if they are sharded."""
         reshard(self._model)
         for name, weight in self._parameters():
-            yield name, whole(weight).detach().to(dtype)
+            yield name, full_tensor(weight).detach().to(dtype)
 
     def layout(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield the result of `tensors` on the meta device, without other ranks."""
         for name, weight in self._parameters():
-            yield name, torch.empty(whole_shape(weight), dtype=dtype, device="meta")
+            yield name, torch.empty(full_shape(weight), dtype=dtype, device="meta")
 
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
         for name, pair in self._layers.items():

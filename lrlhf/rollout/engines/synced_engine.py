@@ -156,7 +156,7 @@ class SyncedEngine(RolloutEngine):
     @property
     def capabilities(self) -> Capabilities:
         """A copy of the weights; vLLM does not return the kept mass."""
-        return Capabilities(holds_copy=True, tells_kept_mass=False)
+        return Capabilities(holds_copy=True, reports_kept_mass=False)
 
     def attach(
         self,

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.environments.session import Asked, Reaction, Shown
+from lrlhf.environments.session import Reaction, Shown, TurnPrompt
 from lrlhf.environments.settings import Episodes
 from lrlhf.media.decode import BadRow
 from lrlhf.models import reader_of, unsplit, unsplit_places
@@ -267,7 +267,7 @@ class ContextUpdater:
         tokens.
         """
         try:
-            if isinstance(first, Asked):
+            if isinstance(first, TurnPrompt):
                 state.set_prompt(first.messages, self._agent_prompt(state, first))
             else:
                 if tools := [tool.schema for tool in state.session.tools]:
@@ -288,9 +288,9 @@ class ContextUpdater:
         """
         messages = reaction.messages
         try:
-            if reaction.asked is not None:
-                messages = state.new_messages(reaction.asked.messages)
-                tokens = state.continue_from(self._agent_prompt(state, reaction.asked))
+            if reaction.next_prompt is not None:
+                messages = state.new_messages(reaction.next_prompt.messages)
+                tokens = state.continue_from(self._agent_prompt(state, reaction.next_prompt))
             elif self._rewrites:
                 tokens = state.continue_from(self._rewritten(state, reaction))
             else:
@@ -307,14 +307,14 @@ class ContextUpdater:
         state.add_observation(messages, tokens)
         return True
 
-    def _agent_prompt(self, state: EpisodeState, asked: Asked) -> list[int]:
+    def _agent_prompt(self, state: EpisodeState, prompt: TurnPrompt) -> list[int]:
         """Return the tokens of an agent's prompt, which replaces the conversation."""
-        state.row = {**state.row, "tools": list(asked.tools)}
-        state.turn_limit = asked.max_tokens
-        for index, message in enumerate(asked.messages):
+        state.row = {**state.row, "tools": list(prompt.tools)}
+        state.turn_limit = prompt.max_tokens
+        for index, message in enumerate(prompt.messages):
             if message["role"] == "tool":
-                self._dialogue.check_roles(asked.messages[:index], [message], state.row)
-        return self._dialogue.conversation_ids(asked.messages, state.row, state.turn_ids)
+                self._dialogue.check_roles(prompt.messages[:index], [message], state.row)
+        return self._dialogue.conversation_ids(prompt.messages, state.row, state.turn_ids)
 
     def _rewritten(self, state: EpisodeState, reaction: Reaction) -> Sequence[int]:
         """Return the tokens of the conversation as the template renders its history."""

@@ -121,7 +121,6 @@ class EpisodeEngine(EngineWrapper):
         super().close()
 
     def close_environments(self) -> None:
-        """Close all environments."""
         for session in [*self._open]:
             self._release(session)
         self._finish_closing()
@@ -408,7 +407,7 @@ class TurnGenerator:
         )
         starts = torch.tensor([len(state.prompt_ids) for state in states])
         rewards = None
-        if any(state.session.gives_rewards for state in states):
+        if any(state.session.has_rewards for state in states):
             rewards = torch.zeros_like(rollout.sampling_logprobs)
             for row, (state, start) in enumerate(zip(states, starts.tolist(), strict=True)):
                 for end, reward in zip(state.ends, state.rewards, strict=True):

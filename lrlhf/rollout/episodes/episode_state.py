@@ -53,7 +53,7 @@ class EpisodeState:
     failure: str = ""
     turn_ids: list[tuple[str, list[int]]] = field(default_factory=list)
     """Text with special tokens, and token ids, of every turn of the policy."""
-    beside_calls: list[tuple[int, str | None]] = field(default_factory=list)
+    call_contents: list[tuple[int, str | None]] = field(default_factory=list)
     """See `Episode`."""
     turn_limit: int | None = None
     """Most tokens of the next turn; None: the run's limit."""
@@ -118,7 +118,7 @@ class EpisodeState:
         self.rewards[-1] += reaction.reward
         if reaction.calls:
             self.history[-1] = {**self.history[-1], "tool_calls": list(reaction.calls)}
-            self.beside_calls.append((len(self.history) - 1, reaction.content))
+            self.call_contents.append((len(self.history) - 1, reaction.content))
         self.finish_reason = reaction.finish_reason
 
     def add_observation(self, messages: Sequence[Message], tokens: Sequence[int]) -> None:
@@ -185,10 +185,10 @@ class EpisodeState:
         return Episode(
             prompt=self.prompt,
             messages=tuple(self.history),
-            rewards=tuple(self.rewards) if self.session.gives_rewards else None,
+            rewards=tuple(self.rewards) if self.session.has_rewards else None,
             finish_reason=self.finish_reason or "stop",
             failure=self.failure,
             environment=self.session.environment,
             release=release,
-            beside_calls=tuple(self.beside_calls),
+            call_contents=tuple(self.call_contents),
         )

@@ -55,7 +55,6 @@ class ServerClient:
         return self.url, self.token
 
     def close(self) -> None:
-        """Close all connections."""
         self._http.close()
 
     def is_healthy(self, *, timeout: float = 5.0) -> bool:

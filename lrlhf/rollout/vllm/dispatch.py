@@ -304,11 +304,11 @@ def respond(
         EngineFailure: No replica is left.
         ValueError: A replica refuses a request.
     """
-    call = _Call(bodies, targets, concurrency, stall)
+    call = _RequestBatch(bodies, targets, concurrency, stall)
     return in_background(lambda: asyncio.run(call.run()), name="vllm-requests").result()
 
 
-class _Call:
+class _RequestBatch:
     """One call of `respond`."""
 
     def __init__(

@@ -31,7 +31,6 @@ class RankGroup:
 
     @property
     def rank(self) -> int:
-        """Rank in the group."""
         rank: int = self._group.rank_in_group
         return rank
 

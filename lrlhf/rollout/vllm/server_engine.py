@@ -78,12 +78,12 @@ def on_main_rank(act: Callable[[], ResultT]) -> ResultT:
     return result
 
 
-def check_gpus(transport: str, taken: list[str | None]) -> None:
+def check_gpus(transport: str, listed: list[str | None]) -> None:
     """Check a transport against the GPUs of workers and ranks; all ranks call it.
 
     Args:
         transport: ``gloo``, ``nccl`` or ``ipc``.
-        taken: GPU of each worker of the servers; None: none.
+        listed: GPU of each worker of the servers; None: none.
 
     Raises:
         EngineStartError: The transport cannot connect them.
@@ -92,13 +92,13 @@ def check_gpus(transport: str, taken: list[str | None]) -> None:
     if torch.cuda.is_available():
         own = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     ranks = gather_ranks(own)
-    if transport == "ipc" and not set(taken) <= set(ranks):
+    if transport == "ipc" and not set(listed) <= set(ranks):
         raise EngineStartError(
             "engine.transport is ipc, and the server computes on a GPU that no rank of the trainer "
             "has: set engine.visible_devices to GPUs of the server's own, for nccl, or "
             "CUDA_VISIBLE_DEVICES of the run to the trainer's"
         )
-    if transport == "nccl" and ranks[0] in taken:
+    if transport == "nccl" and ranks[0] in listed:
         raise EngineStartError(
             "engine.transport is nccl, which cannot connect a GPU with itself, and the server "
             "computes on that of rank 0: set engine.visible_devices to other GPUs, or "
@@ -120,7 +120,7 @@ _TRAINERS_OWN = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-_SHARE_BESIDE_TRAINER = 0.3
+_SHARE_NEXT_TO_TRAINER = 0.3
 _VERSIONS = 1000
 """Most pushes between start and end of a response."""
 
@@ -199,7 +199,7 @@ class VLLMServerEngine(VLLMBase):
         self.sync_timeout = sync_timeout
         self.log_file = log_file
         if engine.get("gpu_memory_utilization") is None and self._server_transport() == "ipc":
-            self.gpu_memory_utilization = _SHARE_BESIDE_TRAINER
+            self.gpu_memory_utilization = _SHARE_NEXT_TO_TRAINER
         self._fleet: Fleet | None = None
         """On rank 0."""
         self._replicas: list[SyncedServer] = []
@@ -221,7 +221,7 @@ class VLLMServerEngine(VLLMBase):
         return Capabilities(
             holds_copy=True,
             concurrent=True,
-            tells_kept_mass=False,
+            reports_kept_mass=False,
             media=False,
             # an adapter is loaded under a new name, and open requests have the old one
             updates_in_flight=self._adapter is None,

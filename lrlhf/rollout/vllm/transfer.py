@@ -64,14 +64,15 @@ class BreakableGroup:
         first, self.failure = self.failure is None, self.failure or reason
         # NCCL must not be called while its communicator is destroyed, but a broadcast that waits
         # only ends by that; a gloo group can be left at any time
-        held = not isinstance(self._group, GlooGroup) and self._lock.acquire(timeout=_LOCK_SECONDS)
+        locked = not isinstance(self._group, GlooGroup) and self._lock.acquire(
+            timeout=_LOCK_SECONDS
+        )
         if first:
             self._group.destroy()
-        if held:
+        if locked:
             self._lock.release()
 
     def destroy(self) -> None:
-        """Leave the group."""
         self.break_off(EngineFailure("the connection for weights was closed"))
 
 
@@ -248,7 +249,7 @@ class GlooTrainerEngine(NCCLTrainerWeightTransferEngine):  # type: ignore[misc]
             super()._broadcast(source, meta)
             return
         pairs = self._checked_iter(source, meta)
-        for count in buckets(size_of(one.dtype, one.shape) for one in meta):
+        for count in buckets(size_of(each.dtype, each.shape) for each in meta):
             bucket = [tensor for _, tensor in islice(pairs, count)]
             self.model_update_group.broadcast(pack(bucket))
         for _ in pairs:
@@ -324,7 +325,7 @@ class WeightTransfer:
         if transport == "gloo":
             return GlooTrainerInitInfo(host, workers, timeout, rank=rank)
         # no tensor may be larger than the buffer, of which there is one or two
-        largest = max(size_of(one.dtype, one.shape) for one in self._source.metadata())
+        largest = max(size_of(tensor.dtype, tensor.shape) for tensor in self._source.metadata())
         buffer: dict[str, Any] = {"packed": True, "packed_buffer_size_bytes": max(_BUFFER, largest)}
         if transport == "ipc":
             return IPCTrainerInitInfo(**buffer, rank=rank)

@@ -49,11 +49,11 @@ class Ranks:
             value = function()
         except Exception as error:  # noqa: BLE001  raised once the others, who wait, are told
             failure = error
-        told = (value, None if failure is None else portable(failure))
-        outcomes = [told]
+        outcome = (value, None if failure is None else portable(failure))
+        outcomes = [outcome]
         if self.several:
             outcomes *= torch.distributed.get_world_size()
-            torch.distributed.all_gather_object(outcomes, told, group=self.group)
+            torch.distributed.all_gather_object(outcomes, outcome, group=self.group)
         failures = [failure, *(met for _, met in outcomes)]
         for met in filter(None, failures):
             raise met

@@ -47,7 +47,7 @@ _UNREADABLE = (
 )
 
 _logger = logging.getLogger(__name__)
-_whole: set[tuple[tuple[Path, int, int], ...]] = set()
+_intact: set[tuple[tuple[Path, int, int], ...]] = set()
 """Checkpoints that all ranks together have read to the end."""
 _kept: dict[Path, Mapping[Path, bytes]] = {}
 """What this rank has read of the folder that was verified last, if it was not read by itself."""
@@ -89,18 +89,18 @@ def flaw_of(path: Path, *, index: int = 0, count: int = 1) -> str:
     if not path.exists():
         target = f"a link to {path.readlink()}, which is " if path.is_symlink() else ""
         return f"it is {target}not there"
-    if _stamp(path) in _whole:
+    if _stamp(path) in _intact:
         return ""
     _kept.clear()
     flaw = (_folder_flaw if path.is_dir() else _file_flaw)(path, index, count)
     if not flaw and count == 1:
-        remember_whole(path)
+        mark_intact(path)
     return flaw
 
 
-def remember_whole(path: Path) -> None:
+def mark_intact(path: Path) -> None:
     """Take it from all ranks, each of which has read its share, that nothing is damaged."""
-    _whole.add(_stamp(path))
+    _intact.add(_stamp(path))
 
 
 def take_kept(folder: Path) -> Mapping[Path, bytes]:
@@ -110,8 +110,8 @@ def take_kept(folder: Path) -> Mapping[Path, bytes]:
 
 def _stamp(path: Path) -> tuple[tuple[Path, int, int], ...]:
     """What tells whether the files of a checkpoint are those of before."""
-    place = path.resolve()
-    files = sorted(place.iterdir()) if place.is_dir() else [place]
+    resolved = path.resolve()
+    files = sorted(resolved.iterdir()) if resolved.is_dir() else [resolved]
     about = [(file, file.stat()) for file in files]
     return tuple((file, stat.st_size, stat.st_mtime_ns) for file, stat in about)
 
@@ -174,22 +174,22 @@ def _folder_flaw(folder: Path, index: int, count: int) -> str:
 
 def _flaw_of_files(folder: Path, files: Mapping[str, tuple[int, str]], *, keep: bool) -> str:
     """Compare files of a folder with their sizes and checksums, and ``keep`` them in memory."""
-    kept: dict[Path, bytes] = {}
+    contents: dict[Path, bytes] = {}
     for name, (size, checksum) in sorted(files.items()):
         file = folder / name
         if not file.exists():
             return f"its {name} is not there"
-        if (found := file.stat().st_size) != size:
-            return f"its {name} has {found} bytes of {size}"
+        if (actual := file.stat().st_size) != size:
+            return f"its {name} has {actual} bytes of {size}"
         if keep:
-            content = kept[file.resolve()] = file.read_bytes()
+            content = contents[file.resolve()] = file.read_bytes()
             read = f"{zlib.crc32(content):08x}"
         else:
             read = _measure(file)["crc32"]
         if read != checksum:
             return f"its {name} has other bytes than were written"
-    if kept:
-        _kept[folder.resolve()] = kept
+    if contents:
+        _kept[folder.resolve()] = contents
     return ""
 
 
@@ -233,7 +233,7 @@ class StoredTensors(Mapping[str, Tensor]):
         return _read(self._reader, [key])[key]
 
     def read_like(self, name: str, weight: DTensor) -> DTensor | None:
-        """See `lrlhf.models.sharding.ReadsParts`."""
+        """See `lrlhf.models.sharding.ReadsShards`."""
         key = self._keys[name]
         about = _described(self._reader, key)
         if about.size != weight.shape:
@@ -263,8 +263,8 @@ def read_folder(folder: Path, *, lazy: bool) -> dict[str, Any]:
     if not is_folder_checkpoint(folder):
         raise NotACheckpointError(f"{folder} is no checkpoint: it has no {META_FILE}")
     with explained(folder / META_FILE):
-        rest = torch.load(folder / META_FILE, map_location="cpu", weights_only=True)
-    if not isinstance(rest, dict):
+        marked = torch.load(folder / META_FILE, map_location="cpu", weights_only=True)
+    if not isinstance(marked, dict):
         raise NotACheckpointError(
             f"{folder} is no checkpoint: its {META_FILE} holds something else"
         )
@@ -272,7 +272,7 @@ def read_folder(folder: Path, *, lazy: bool) -> dict[str, Any]:
     reader = FolderReader(folder, take_kept(folder))
     if not lazy:
         tensors = _read(reader, list(reader.read_metadata().state_dict_metadata))
-    return {name: _put_back(part, reader, tensors) for name, part in rest.items()}
+    return {name: _put_back(part, reader, tensors) for name, part in marked.items()}
 
 
 def _put_back(value: Any, reader: FolderReader, tensors: Mapping[str, Tensor] | None) -> Any:
@@ -299,9 +299,9 @@ class FolderReader(FileSystemReader):
     ``kept`` are files of it that are in memory, and are not read again.
     """
 
-    def __init__(self, folder: Path, kept: Mapping[Path, bytes] = MappingProxyType({})) -> None:
+    def __init__(self, folder: Path, contents: Mapping[Path, bytes] = MappingProxyType({})) -> None:
         super().__init__(folder)
-        self.fs = _PartlyInMemory(kept)
+        self.fs = _PartlyInMemory(contents)
         self._folder = folder
         self._list: Metadata | None = None
 
@@ -310,17 +310,17 @@ class FolderReader(FileSystemReader):
         if self._list is None:
             path = self._folder / ".metadata"
             with explained(path), path.open("rb") as stream:
-                found = _ListUnpickler(stream).load()
-            if not isinstance(found, Metadata):
+                metadata = _ListUnpickler(stream).load()
+            if not isinstance(metadata, Metadata):
                 raise NotACheckpointError(f"{self._folder}/.metadata is no list of tensors")
-            found.storage_meta = found.storage_meta or StorageMeta()
-            self._list = found
+            metadata.storage_meta = metadata.storage_meta or StorageMeta()
+            self._list = metadata
         return self._list
 
 
 class _PartlyInMemory(FileSystem):
-    def __init__(self, kept: Mapping[Path, bytes]) -> None:
-        self._kept = {os.fspath(path): content for path, content in kept.items()}
+    def __init__(self, contents: Mapping[Path, bytes]) -> None:
+        self._kept = {os.fspath(path): content for path, content in contents.items()}
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:

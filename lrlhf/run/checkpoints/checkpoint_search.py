@@ -17,7 +17,7 @@ from lrlhf.run.checkpoints.checkpoint_reader import (
     META_FILE,
     NotACheckpointError,
     flaw_of,
-    remember_whole,
+    mark_intact,
 )
 from lrlhf.run.collectives import from_rank_zero
 
@@ -30,7 +30,7 @@ _UNREADABLE = (
 _WEIGHTS_ONLY: Final = "it holds weights only (save_weights_only), from which no run can go on"
 
 
-class Found(NamedTuple):
+class FoundCheckpoint(NamedTuple):
     """What a folder of checkpoints has."""
 
     path: Path | None
@@ -67,14 +67,14 @@ def places_in(folder: Path) -> Iterator[Path]:
 
 def recover_checkpoints(folder: Path) -> None:
     """Put back what a crash left between two renames; several processes may do so at a time."""
-    for place in list(places_in(folder)):
-        for old in place.glob(f".*{SUFFIX}.old"):
+    for location in list(places_in(folder)):
+        for old in location.glob(f".*{SUFFIX}.old"):
             recover_folder(old.with_name(old.name.removeprefix(".").removesuffix(".old")))
 
 
 def newest_intact(
     folder: Path, last: str, strategy: Strategy | None = None, *, tidy: bool = False
-) -> Found:
+) -> FoundCheckpoint:
     """Look for the checkpoint that a run goes on from.
 
     It is the one called ``last`` (or ``last-v1``, of a later run), or the one that a killed process
@@ -96,9 +96,9 @@ def newest_intact(
     def look() -> list[_Candidate]:
         if tidy:
             recover_checkpoints(folder)
-        paths = (path for place in places_in(folder) for path in place.glob(f"*{SUFFIX}"))
-        found = sorted(path for path in paths if not path.name.startswith("."))
-        return _in_order([_describe(path) for path in found], folder, last)
+        paths = (path for location in places_in(folder) for path in location.glob(f"*{SUFFIX}"))
+        checkpoints = sorted(path for path in paths if not path.name.startswith("."))
+        return _in_order([_describe(path) for path in checkpoints], folder, last)
 
     candidates = look() if strategy is None else from_rank_zero(strategy, look)
     passed: dict[Path, str] = {}
@@ -107,21 +107,22 @@ def newest_intact(
         path = candidate.path
         damage = flaw_of(path) if strategy is None else _flaw_on_all_ranks(path)
         if not (damage or candidate.flaw):
-            return Found(path, passed, damaged)
+            return FoundCheckpoint(path, passed, damaged)
         if path.resolve() not in {known.resolve() for known in passed}:
             passed[path] = damage or candidate.flaw
             damaged += [path.resolve()] if damage and path.exists() else []
-    return Found(None, passed, damaged)
+    return FoundCheckpoint(None, passed, damaged)
 
 
-def _in_order(found: Sequence[_Candidate], folder: Path, last: str) -> list[_Candidate]:
+def _in_order(candidates: Sequence[_Candidate], folder: Path, last: str) -> list[_Candidate]:
     name = re.compile(rf"{re.escape(last)}(-v\d+)?")
-    lasts = [one for one in found if one.path.parent == folder and name.fullmatch(one.path.stem)]
-    lasts.sort(key=lambda one: one.version, reverse=True)
-    others = [one for one in found if one not in lasts]
-    others.sort(key=lambda one: (one.step, one.version), reverse=True)
+    inside = [each for each in candidates if each.path.parent == folder]
+    lasts = [each for each in inside if name.fullmatch(each.path.stem)]
+    lasts.sort(key=lambda each: each.version, reverse=True)
+    others = [each for each in candidates if each not in lasts]
+    others.sort(key=lambda each: (each.step, each.version), reverse=True)
     # saved right after the last one, by a process that was killed before it called it so
-    unnamed = [one for one in others if lasts and _follows(one, lasts[0])]
+    unnamed = [other for other in others if lasts and _follows(other, lasts[0])]
     return [*unnamed, *lasts, *others]
 
 
@@ -193,23 +194,23 @@ def check(path: Path, *, together: bool = False) -> None:
 def _flaw_on_all_ranks(path: Path) -> str:
     """Say what is damaged in a checkpoint, of which each rank reads its share."""
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    found: list[tuple[bool, str, OSError | None]] = [(False, "", None)] * world
+    results: list[tuple[bool, str, OSError | None]] = [(False, "", None)] * world
     seen, flaw, failure = os.path.lexists(path), "", None
     try:
         flaw = flaw_of(path, index=rank, count=world) if seen else ""
     except OSError as error:  # the others wait to be told
         failure = error
-    torch.distributed.all_gather_object(found, (seen, flaw, failure))
-    unseen = [number for number, (there, _, _) in enumerate(found) if not there]
+    torch.distributed.all_gather_object(results, (seen, flaw, failure))
+    unseen = [number for number, (there, _, _) in enumerate(results) if not there]
     if unseen and len(unseen) < world:
         raise NotACheckpointError(
             f"the processes do not see the same checkpoints: rank {unseen[0]} has no {path}; set "
             "dirpath of RLCheckpoint to a folder on a disk that all of them share"
         )
-    for _, _, raised in found:
+    for _, _, raised in results:
         if raised is not None:
             raise raised
-    flaw = next((said for _, said, _ in found if said), "")
+    flaw = next((flaw_of_rank for _, flaw_of_rank, _ in results if flaw_of_rank), "")
     if not flaw and seen:
-        remember_whole(path)
+        mark_intact(path)
     return flaw if seen else "it is not there"

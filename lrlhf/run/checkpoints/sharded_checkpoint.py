@@ -63,7 +63,7 @@ class UnusableCheckpointError(RuntimeError):
 
 
 @dataclass
-class _Taken:
+class _ExtractedTensors:
     """A checkpoint's tensors by key, taken out of it."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -115,21 +115,21 @@ def save_folder(checkpoint: Mapping[str, Any], folder: Path, strategy: Strategy 
 
 def _snapshot(checkpoint: Mapping[str, Any], ranks: Ranks) -> Snapshot:
     """Say what this rank writes; tensors are those of the checkpoint, where they are on the CPU."""
-    taken = _Taken()
-    marked, rest = taken.take(dict(checkpoint), ""), io.BytesIO()
+    extracted = _ExtractedTensors()
+    marked, rest = extracted.take(dict(checkpoint), ""), io.BytesIO()
     if ranks.rank == 0:
         torch.save(marked, rest)
     tensors = {
         key: tensor
-        for key, tensor in taken.tensors.items()
+        for key, tensor in extracted.tensors.items()
         if isinstance(tensor, DTensor) or not tensor.is_meta
     }
-    whole = {key for key, tensor in tensors.items() if not isinstance(tensor, DTensor)}
+    unsharded = {key for key, tensor in tensors.items() if not isinstance(tensor, DTensor)}
     on_ranks = ranks.all(lambda: set(tensors))
-    known, held = ranks.on_zero(lambda: (set(taken.tensors), whole))
+    known, replicated = ranks.on_zero(lambda: (set(extracted.tensors), unsharded))
     if ranks.rank:
         # what rank zero has whole, it writes
-        tensors = {k: t for k, t in tensors.items() if k in known and k not in held}
+        tensors = {k: t for k, t in tensors.items() if k in known and k not in replicated}
     if missing := sorted(known.difference(*on_ranks)):
         raise ValueError(f"no rank holds {missing[0]} ({len(missing)} such tensors)")
     return Snapshot(tensors, rest.getvalue())

@@ -87,7 +87,7 @@ class Termination(L.Callback):
         self._trainer = trainer
         # forked processes do not tell callbacks of an exception
         self._alone = trainer.world_size == 1 and not is_forking(trainer.strategy.launcher)
-        self._asked = False
+        self._ending = False
         self._interrupted = False
         self._before: Any = None
         """What answered Ctrl-C before training; None: still does."""
@@ -100,7 +100,7 @@ class Termination(L.Callback):
         at_teardown(trainer, self._leave_ctrl_c)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._asked = self._interrupted = False  # of a fit that has ended
+        self._ending = self._interrupted = False  # of a fit that has ended
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         before = signal.getsignal(signal.SIGINT)
@@ -123,7 +123,7 @@ class Termination(L.Callback):
     def on_validation_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         # of a validation in which no other rank goes on
         early = self._alone and not self._accumulates and not _is_last_step(trainer)
-        if self._asked and early and trainer.validating:
+        if self._ending and early and trainer.validating:
             raise Terminated(interrupted=self._interrupted)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -132,14 +132,14 @@ class Termination(L.Callback):
 
     def _take_note(self, signum: int, _: FrameType | None) -> None:
         launcher = self._trainer.strategy.launcher
-        if launcher is not None and not self._asked:
+        if launcher is not None and not self._ending:
             launcher.kill(signum)
-        self._asked = True
+        self._ending = True
 
     def _answer_ctrl_c(self, signum: int, frame: FrameType | None) -> None:
-        if self._asked:
+        if self._ending:
             signal.default_int_handler(signum, frame)
-        self._asked = self._interrupted = True
+        self._ending = self._interrupted = True
         if self._trainer.is_global_zero:
             # not by a logger, whose lock may be held where this comes between
             text = "\nCtrl-C: this step is finished and saved; once more ends the run at once\n"
@@ -154,14 +154,14 @@ class Termination(L.Callback):
         self._requeue_signal = signum
 
     def _compare_notes(self, trainer: L.Trainer) -> None:
-        notes = [float(self._asked), float(self._interrupted), float(self._requeue_signal)]
+        notes = [float(self._ending), float(self._interrupted), float(self._requeue_signal)]
         own = torch.tensor(notes, device=trainer.strategy.root_device)
-        asked, interrupted, requeue = Collectives(trainer).max(own).tolist()
+        ending, interrupted, requeue = Collectives(trainer).max(own).tolist()
         if requeue:
             self._requeue_signal = 0
             self._requeue(signal.Signals(int(requeue)), None)
-        if asked:
-            self._asked = True
+        if ending:
+            self._ending = True
             over = _is_last_step(trainer)
             if trainer.is_global_zero:
                 and_now = "; what comes after the steps goes on" if over else ""
@@ -233,9 +233,9 @@ def _usable_afterwards(run: Callable[..., R]) -> Callable[..., R]:
 
     @functools.wraps(run)
     def running(self: L.Trainer, *args: Any, **options: Any) -> R:
-        given = signature.bind(self, *args, **options).arguments
-        with quiet(), _put_back(self, given.get("model")):
-            if run.__name__ == "fit" and given.get("ckpt_path") is None and self.global_step > 0:
+        call = signature.bind(self, *args, **options).arguments
+        with quiet(), _put_back(self, call.get("model")):
+            if run.__name__ == "fit" and call.get("ckpt_path") is None and self.global_step > 0:
                 _logger.info("%s", _what_another_fit_does(self))
             return run(self, *args, **options)
 

@@ -175,7 +175,7 @@ def write_stacks(path: Path, reason: str) -> str:
     return str(path)
 
 
-def end_process(said: str, *, spare: Collection[int] = ()) -> None:
+def end_process(reason: str, *, spare: Collection[int] = ()) -> None:
     """End this process from a thread, with the status and the line of an error.
 
     What it started, and what that has started, goes first: it would keep pipes open. Those to
@@ -186,13 +186,13 @@ def end_process(said: str, *, spare: Collection[int] = ()) -> None:
     while (left := _descendants(spare)) and time.monotonic() < deadline:
         time.sleep(0.05)
     send_signal(left, signal.SIGKILL)
-    _write(f"error: {said}\n")
+    _write(f"error: {reason}\n")
     os._exit(1)
 
 
 def _descendants(spare: Collection[int]) -> list[psutil.Process]:
-    kept = {*spare, *(process.pid for pid in spare for process in descendants(pid))}
-    return [process for process in descendants(os.getpid()) if process.pid not in kept]
+    spared = {*spare, *(process.pid for pid in spare for process in descendants(pid))}
+    return [process for process in descendants(os.getpid()) if process.pid not in spared]
 
 
 def _write(text: str) -> None:
@@ -325,8 +325,8 @@ class Watch(L.Callback, RolloutListener):
             return
         trainer = self._trainer
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        given = [callback for callback in callbacks if isinstance(callback, Deadlines)]
-        self._deadlines = given[0] if given else Deadlines()
+        deadlines = [callback for callback in callbacks if isinstance(callback, Deadlines)]
+        self._deadlines = deadlines[0] if deadlines else Deadlines()
         folder = run_folder(trainer)
         if trainer.world_size > 1:
             folder = Path(trainer.strategy.broadcast(str(folder)))
@@ -553,8 +553,8 @@ class _Family:
         launched = (socket.gethostname(), [child.pid for child in self.children])
         known: list[tuple[str, list[int]]] = [launched] * trainer.world_size
         torch.distributed.all_gather_object(known, launched)
-        ours = any(host == launched[0] and os.getpid() in pids for host, pids in known)
-        return os.getppid() if ours else None
+        is_local = any(host == launched[0] and os.getpid() in pids for host, pids in known)
+        return os.getppid() if is_local else None
 
 
 def _how(status: int | None) -> str:

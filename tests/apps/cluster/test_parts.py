@@ -22,7 +22,7 @@ from lrlhf.apps.cluster import rewards as rewards_module
 from lrlhf.apps.cluster.connection import ENVIRONMENT
 from lrlhf.apps.cluster.guarded_program import GuardedProgram
 from lrlhf.apps.cluster.rewards import RayRewards, RewardWorker, packed, unpacked
-from lrlhf.apps.cluster.trainers import Board, _attend
+from lrlhf.apps.cluster.trainers import TrainerStatus, _attend
 from lrlhf.media import Audio, Video
 from lrlhf.noted_signals import noted_signals
 from lrlhf.rewards import Rewards, completion_segments
@@ -91,7 +91,7 @@ def test_failures_beside_a_run_count_apart_from_it_in_the_worker(
     monkeypatch.setattr(rewards_module, "import_ray", lambda: ray)
     rewards = RayRewards([fails], max_failures=2)
     rewards._worker = Worker(Rewards([fails], max_failures=2))
-    beside = rewards.beside_a_run()
+    beside = rewards.with_own_failures()
     ask(beside)
     with pytest.raises(RewardError, match="failed in 2 batches"):
         ask(beside)
@@ -168,21 +168,21 @@ def test_the_first_signal_is_noted_and_the_second_interrupts() -> None:
 
 
 def test_a_board_counts_looks_and_passes_on_what_was_asked(tmp_path: Path) -> None:
-    board = Board(str(tmp_path / "notes"))
-    assert [board.look("a"), board.look("a")] == [(False, None), (False, None)]
-    assert board.ask_to_end() == board.looks() == 2
-    assert board.look("a") == (True, None)
+    actor = TrainerStatus(str(tmp_path / "notes"))
+    assert [actor.look("a"), actor.look("a")] == [(False, None), (False, None)]
+    assert actor.ask_to_end() == actor.looks() == 2
+    assert actor.look("a") == (True, None)
 
 
 def test_a_board_keeps_the_first_end_of_each_attempt_also_when_it_is_started_again(
     tmp_path: Path,
 ) -> None:
     notes = str(tmp_path / "ray" / "notes.json")
-    board = Board(notes)
-    assert board.look("a") == (False, None)
-    board.end("a", 2)
-    board.end("a", 143)
-    for one in (board, Board(notes)):
+    actor = TrainerStatus(notes)
+    assert actor.look("a") == (False, None)
+    actor.end("a", 2)
+    actor.end("a", 143)
+    for one in (actor, TrainerStatus(notes)):
         assert one.look("a") == (False, 2)
         assert one.look("b") == (False, None)
         assert one.attempts() == 2
@@ -232,7 +232,9 @@ def test_a_trainer_that_hangs_though_another_is_through_is_lost(
 
 
 def test_a_trainer_sees_no_gpu_without_a_share_of_one_and_waits_for_its_folder() -> None:
-    command = trainers.Command([], "/", "run", "10.0.0.1:6379", "ns", environment={"OWN": "1"})
+    command = trainers.TrainerCommand(
+        [], "/", "run", "10.0.0.1:6379", "ns", environment={"OWN": "1"}
+    )
     told = trainers._environment(command, 1, 2, ("10.0.0.7", 81))
     expected = {"RANK": "1", "OWN": "1", "CUDA_VISIBLE_DEVICES": "", FOLDER_WAIT: "180"}
     assert {name: told[name] for name in expected} == expected
@@ -266,7 +268,7 @@ def test_a_batch_that_kills_every_worker_is_an_error_of_the_rewards(
     ray = SimpleNamespace(get=get, exceptions=errors)
     monkeypatch.setattr(rewards_module, "import_ray", lambda: ray)
     with pytest.raises(RewardError, match="lost, and 3 times again on the same batch"):
-        RayRewards._asked(None)
+        RayRewards._result_of(None)
 
 
 def test_without_a_cluster_a_launch_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch) -> None:

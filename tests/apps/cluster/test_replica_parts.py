@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lrlhf.apps.cluster.guarded_program import GuardedProgram
-from lrlhf.apps.cluster.replicas import RayServer, RayServerEngine, Replica, adapted, portable
+from lrlhf.apps.cluster.replicas import RayServer, RayServerEngine, ReplicaActor, adapted, portable
 from lrlhf.rollout.vllm.vllm_base import EngineStartError
 
 
@@ -30,7 +30,7 @@ def test_a_command_takes_its_model_and_address_elsewhere(tmp_path: Path) -> None
 
 
 def test_a_server_that_has_ended_says_on_which_node_its_log_is(tmp_path: Path) -> None:
-    replica = Replica()
+    replica = ReplicaActor()
     replica._log = tmp_path / "log"
     program = [sys.executable, "-c", "raise SystemExit(7)"]
     replica._server = GuardedProgram(
@@ -61,7 +61,7 @@ def test_a_replica_is_told_what_its_node_does_not_know(monkeypatch: pytest.Monke
         explain=lambda reason: EngineStartError(reason),
     )
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
-    told = server._told("secret")
+    told = server._server_environment("secret")
     expected = {"VLLM_API_KEY": "secret", "OWN": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     assert {name: told[name] for name in expected} == expected
     assert not {"CUDA_VISIBLE_DEVICES", "PATH"} & told.keys()
@@ -75,22 +75,22 @@ def test_folders_that_dead_actors_left_are_removed_a_day_later() -> None:
         for path in (*folder.iterdir(), folder):
             os.utime(path, (then, then))
 
-    living, killed, failed = Replica(), Replica(), Replica()
+    living, killed, failed = ReplicaActor(), ReplicaActor(), ReplicaActor()
     for replica in (killed, failed):
         replica._alive.release()  # as the end of a process does
     failed._log.write_text("why it failed")
     folders = [one._folder for one in (living, killed, failed)]
     for folder in folders:
         age(folder, 90_000)
-    Replica()
+    ReplicaActor()
     assert [folder.exists() for folder in folders] == [True, False, False]
 
 
 def test_what_a_server_wrote_lately_stays() -> None:
-    replica = Replica()
+    replica = ReplicaActor()
     replica._alive.release()
     day_ago = time.time() - 90_000
     replica._log.write_text("why it failed")
     os.utime(replica._folder, (day_ago, day_ago))
-    Replica()
+    ReplicaActor()
     assert replica._log.read_text() == "why it failed"

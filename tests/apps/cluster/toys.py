@@ -65,7 +65,7 @@ def darkened(
 class CountsTurns(RewardFunction):
     """Goes through the turns of episodes, each of which is a step."""
 
-    gives_steps = True
+    scores_steps = True
 
     def __call__(
         self,

@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from lrlhf.apps.lab.reward_lab import Lab, Response, as_json, as_page, as_text, look_at
-from lrlhf.apps.lab.reward_lab.given import given_responses, of_record
-from lrlhf.apps.lab.reward_lab.lab import Part
+from lrlhf.apps.lab.reward_lab.lab import RewardStats
+from lrlhf.apps.lab.reward_lab.response_inputs import of_record, read_response_inputs
 from lrlhf.apps.lab.reward_lab.scoring import (
     ScoredResponses,
     reads_media,
@@ -76,10 +76,12 @@ def answers(folder: Path) -> Path:
 
 def scored(folder: Path, *functions: Any, **options: Any) -> ScoredResponses:
     rewards = Rewards(list(functions), max_failures=None)
-    return score_responses(given_responses(answers(folder)), rewards, build_tokenizer(), **options)
+    return score_responses(
+        read_response_inputs(answers(folder)), rewards, build_tokenizer(), **options
+    )
 
 
-def part_of(lab: Lab, name: str) -> Part:
+def part_of(lab: Lab, name: str) -> RewardStats:
     return next(part for part in lab.parts if part.name == name)
 
 
@@ -151,7 +153,7 @@ def test_rows_and_messages_reach_the_functions(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "2 + 2?"}]
     path = write(tmp_path / "chat.jsonl", [{"prompt": chat, "completion": "4", "answer": "four"}])
 
-    score_responses(given_responses(path), Rewards([looks]), build_tokenizer())
+    score_responses(read_response_inputs(path), Rewards([looks]), build_tokenizer())
 
     assert seen["prompts"] == [chat]
     assert seen["completions"] == [[{"role": "assistant", "content": "4"}]]
@@ -160,7 +162,7 @@ def test_rows_and_messages_reach_the_functions(tmp_path: Path) -> None:
 
 def groups_of(path: Path, *functions: Any, media: MediaReader = MediaReader()) -> list[int]:  # noqa: B008
     """Number the group of each response in the order of the file."""
-    given = given_responses(path, media)
+    given = read_response_inputs(path, media)
     found = score_responses(given, Rewards(list(functions)), build_tokenizer(), media=media)
     numbers: dict[Any, int] = {}
     return [numbers.setdefault(one.group, len(numbers)) for one in found.responses]
@@ -184,7 +186,7 @@ def test_functions_get_the_columns_that_a_run_adds_and_those_that_other_rows_hav
          "rank": 0, "group": 0},
     ])  # fmt: skip
 
-    score_responses(given_responses(path), Rewards([looks]), build_tokenizer(), max_steps=40)
+    score_responses(read_response_inputs(path), Rewards([looks]), build_tokenizer(), max_steps=40)
 
     assert seen == {"step": [0, 0, 7, 30], "max_steps": [40] * 4, "answer": ["x", None, None, "y"]}
 
@@ -194,7 +196,7 @@ def test_a_prompt_stands_in_for_messages_that_are_null(tmp_path: Path) -> None:
         tmp_path / "rows.jsonl", [{"messages": None, "prompt": "asked", "completion": "b"}]
     )
 
-    assert [one.prompt for one in given_responses(path)] == ["asked"]
+    assert [one.prompt for one in read_response_inputs(path)] == ["asked"]
 
 
 def evaluated(**more: Any) -> dict[str, Any]:
@@ -224,7 +226,7 @@ def test_functions_are_told_what_a_run_has_cut_off(tmp_path: Path) -> None:
     lines = [evaluated(finish_reason="length"), evaluated(finish_reason="stop"), evaluated()]
     lines.append({"prompt": "p", "completion": "1a", "finish_reason": "length"})  # a user's column
     path = write(tmp_path / "rollouts.jsonl", lines)
-    found = score_responses(given_responses(path), Rewards([cut]), build_tokenizer())
+    found = score_responses(read_response_inputs(path), Rewards([cut]), build_tokenizer())
     assert [one.score for one in found.responses] == [1.0, 0.0, 0.0, 0.0]
 
 
@@ -278,7 +280,7 @@ def test_images_of_rows_reach_the_functions_and_tell_prompts_apart(tmp_path: Pat
 
     assert groups_of(path, looks, media=media) == [0, 0, 1, 2, 3, 4]
     assert seen == [[8], [8], [16, 8], [8], [16], []]
-    assert given_responses(path, media)[3].prompt == (
+    assert read_response_inputs(path, media)[3].prompt == (
         {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]},
     )
     assert groups_of(path, digit, media=media) == [0, 0, 1, 2, 3, 4]
@@ -296,8 +298,8 @@ def test_an_image_that_cannot_be_read_is_named_where_a_function_asks_for_it(tmp_
 
     assert (reads_media(Rewards([looks])), reads_media(Rewards([digit]))) == (True, False)
     with pytest.raises(ValueError, match=r"row 2: .*missing\.png"):
-        given_responses(path, media, reads_media=True)
-    assert len(given_responses(path, media)) == 2
+        read_response_inputs(path, media, reads_media=True)
+    assert len(read_response_inputs(path, media)) == 2
 
 
 def test_videos_of_a_run_are_told_from_images() -> None:
@@ -323,13 +325,13 @@ def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, row: dict[str, Any],
     path = write(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b"}, row])
 
     with pytest.raises(ValueError, match=said):
-        given_responses(path)
+        read_response_inputs(path)
 
 
 def response(group: int, score: float, length: int = 1, step: int = 1, **parts: float) -> Response:
     return Response(
-        place=f"rollouts.jsonl:{group}", group=(step, group), asked=group, step=step, prompt="p",
-        completion="c", length=length, score=score, parts=parts or {"part": score},
+        place=f"rollouts.jsonl:{group}", group=(step, group), prompt_key=group, step=step,
+        prompt="p", completion="c", length=length, score=score, parts=parts or {"part": score},
     )  # fmt: skip
 
 

@@ -67,7 +67,7 @@ def reactions(said: Sequence[str], row: dict[str, Any] | None = None, **options:
     async def played() -> list[Any]:
         async with opened("GymnasiumEnvironment", row, **options) as (one, shown, say):
             heard = [await say(text) for text in said]
-            return [shown, *heard, await one.outcome(), one.gives_rewards, one.environment.info]
+            return [shown, *heard, await one.outcome(), one.has_rewards, one.environment.info]
 
     return asyncio.run(played())
 

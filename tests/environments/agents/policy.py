@@ -7,9 +7,9 @@ from typing import Any
 
 from lrlhf.environments import TOOL_CALL_FORMATS
 from lrlhf.environments.agents import AgentSession, ChatEndpoint
-from lrlhf.environments.session import Asked, Reaction
+from lrlhf.environments.session import Reaction, TurnPrompt
 
-Policy = Callable[[Asked], str]
+Policy = Callable[[TurnPrompt], str]
 """From a prompt to the policy's turn."""
 
 ADD = {
@@ -44,19 +44,19 @@ def session_of(
 
 async def played(session: AgentSession, policy: Policy, **row: Any) -> list[Any]:
     """Play an episode; returns what was asked, with the reaction to the last turn at the end."""
-    asked: Asked | None = await session.open(row)
+    asked: TurnPrompt | None = await session.open(row)
     heard: list[Any] = []
     while asked is not None:
         heard.append(asked)
         text = policy(asked)
         reaction = await session.react(text, f"{text}<|im_end|>")
-        asked = reaction.asked
+        asked = reaction.next_prompt
     return [*heard, reaction]
 
 
 def play(
     agent: Callable[..., Any], policy: Policy, **row: Any
-) -> tuple[list[Asked], Reaction, float]:
+) -> tuple[list[TurnPrompt], Reaction, float]:
     """Play an episode: what was asked, how it ended, the reward."""
 
     async def whole() -> tuple[list[Any], float]:

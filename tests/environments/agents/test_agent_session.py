@@ -9,7 +9,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from lrlhf.environments.session import Asked, EnvironmentFailure, Reaction
+from lrlhf.environments.session import EnvironmentFailure, Reaction, TurnPrompt
 from tests.environments.agents.policy import ADD, play, played, serving, session_of
 
 NUMBERS = '{"a": 2, "b": 3}'
@@ -39,10 +39,12 @@ def test_an_agent_is_asked_and_answered_until_it_returns() -> None:
     asked, end, reward = play(counts, lambda asked: str(len(asked.messages)), question="go", to=2)
     first = {"role": "user", "content": "go"}
     assert asked == [
-        Asked((first,)),
-        Asked((first, {"role": "assistant", "content": "1"}, {"role": "user", "content": "more"})),
+        TurnPrompt((first,)),
+        TurnPrompt(
+            (first, {"role": "assistant", "content": "1"}, {"role": "user", "content": "more"})
+        ),
     ]
-    assert (end.finish_reason, end.asked, end.messages, end.calls) == ("stop", None, (), ())
+    assert (end.finish_reason, end.next_prompt, end.messages, end.calls) == ("stop", None, (), ())
     assert reward == 2.5
 
 
@@ -125,8 +127,8 @@ def test_what_is_said_before_a_call_is_content(form: str, text: str, raw: str) -
         reaction = asyncio.run(whole())
     function = {"name": "add", "arguments": {"a": 2, "b": 3}}
     assert reaction.calls == ({"type": "function", "function": function},)
-    assert reaction.asked is not None
-    assert reaction.asked.messages[1]["content"] == "Hm."
+    assert reaction.next_prompt is not None
+    assert reaction.next_prompt.messages[1]["content"] == "Hm."
 
 
 async def later(base_url: str, api_key: str, delay: float) -> None:
@@ -140,13 +142,13 @@ def test_an_async_agent_without_a_reward() -> None:
     async def whole() -> tuple[float, bool]:
         session = session_of(later, endpoint)
         await played(session, lambda _: "ho", delay=0.0)
-        return await session.outcome(), session.gives_rewards
+        return await session.outcome(), session.has_rewards
 
     with serving() as endpoint:
         assert asyncio.run(whole()) == (0.0, False)
 
 
-def shouts(asked: Asked) -> str:
+def shouts(asked: TurnPrompt) -> str:
     return f"{asked.messages[-1]['content']}!"
 
 
@@ -326,9 +328,9 @@ def test_a_question_that_nobody_waits_for_any_more_is_not_answered() -> None:
         assert session._key is not None
         _, waiting = endpoint._conversations._open[session._key]
         async with asyncio.timeout(20):  # until the endpoint has noticed
-            while {one.asked.messages[0]["content"] for one in [*waiting]} != {"a", "c"}:
+            while {one.prompt.messages[0]["content"] for one in [*waiting]} != {"a", "c"}:
                 await asyncio.sleep(0.01)
-        while (asked := (await session.react("ho", "ho")).asked) is not None:
+        while (asked := (await session.react("ho", "ho")).next_prompt) is not None:
             heard.append(asked)
         await session.close()
         return [one.messages[0]["content"] for one in heard]

@@ -20,8 +20,14 @@ from openai import OpenAI
 
 from lrlhf import web
 from lrlhf.environments import agents
-from lrlhf.environments.agents import MAX_BODY_BYTES, ChatAnswer, ChatEndpoint, Question, call_ids
-from lrlhf.environments.session import Asked, TurnTokens
+from lrlhf.environments.agents import (
+    MAX_BODY_BYTES,
+    ChatAnswer,
+    ChatEndpoint,
+    PendingRequest,
+    call_ids,
+)
+from lrlhf.environments.session import TurnPrompt, TurnTokens
 from tests.environments.agents.policy import ADD, serving
 from tests.forked import run
 
@@ -36,12 +42,12 @@ class Answers:
     """Answers every question at once, and remembers it."""
 
     def __init__(self, answer: ChatAnswer) -> None:
-        self.asked: list[Asked] = []
+        self.asked: list[TurnPrompt] = []
         self._answer = answer
 
-    def __call__(self, question: Question) -> None:
+    def __call__(self, question: PendingRequest) -> None:
         assert question.start()
-        self.asked.append(question.asked)
+        self.asked.append(question.prompt)
         question.answer(self._answer)
 
 
@@ -141,7 +147,7 @@ def test_a_question_can_be_refused(endpoint: ChatEndpoint) -> None:
 
 
 def test_a_question_that_was_given_up_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
-    question = Question(Asked(()))
+    question = PendingRequest(TurnPrompt(()))
     question.give_up()
     assert not question.start()
     question.refuse("too long")
@@ -315,7 +321,7 @@ def test_messages_become_what_chat_templates_take(endpoint: ChatEndpoint) -> Non
     body["functions"] = []
     assert post(endpoint, body, answers).status_code == 200
     assert answers.asked == [
-        Asked(
+        TurnPrompt(
             (
                 {"role": "system", "content": "Be brief."},
                 {"role": "user", "content": "ab"},

@@ -14,8 +14,8 @@ from lrlhf.apps.lab.audit.findings import (
     SEVERITIES,
     FaultKind,
     Finding,
+    FlaggedRow,
     Measure,
-    RowToLookAt,
     Severity,
 )
 from lrlhf.apps.lab.audit.label_noise import label_noise
@@ -38,17 +38,17 @@ def biases(rows: Sequence[AuditedRow]) -> tuple[list[Finding], list[Measure]]:
     that of candidates in an order that does not tell which is better (``candidate0``,
     ``candidate1``). Of the intervals, pairs of one prompt are a cluster.
     """
-    judged = [(row, row.preferred) for row in rows if row.preferred is not None]
+    labelled = [(row, row.preferred) for row in rows if row.preferred is not None]
     longer = [
         (row.answer_tokens[better] > row.answer_tokens[1 - better], row.keys)
-        for row, better in judged
+        for row, better in labelled
         if len(set(row.answer_tokens)) == 2
     ]
-    equally_long = len(judged) - len(longer)
-    first = [(better == 0, row.keys) for row, better in judged if row.unordered]
+    equally_long = len(labelled) - len(longer)
+    first = [(better == 0, row.keys) for row, better in labelled if row.unordered]
     findings: list[Finding] = []
     measures: list[Measure] = []
-    for name, preferred, found, uncounted, meaning, remedy in (
+    for name, preferred, pairs, uncounted, meaning, remedy in (
         (
             "length bias",
             "longer answer preferred",
@@ -67,7 +67,7 @@ def biases(rows: Sequence[AuditedRow]) -> tuple[list[Finding], list[Measure]]:
             "Judge each pair in both orders, or shuffle the candidates before they are judged.",
         ),
     ):
-        outcomes, prompts = [one for one, _ in found], [keys for _, keys in found]
+        outcomes, prompts = [outcome for outcome, _ in pairs], [keys for _, keys in pairs]
         count, of = sum(outcomes), len(outcomes)
         low, high = share_interval(outcomes, prompts)
         if of:
@@ -76,8 +76,8 @@ def biases(rows: Sequence[AuditedRow]) -> tuple[list[Finding], list[Measure]]:
         if of and not low <= 0.5 <= high and abs(count / of - 0.5) >= _NOTED:
             severity: Severity = "warning" if abs(count / of - 0.5) >= _GRAVE else "note"
             where = f"In {count / of:.1%} of {of:,} pairs ({low:.1%} to {high:.1%})"
-            said = f"{where} the {preferred.replace('preferred', 'is preferred')}. {meaning}"
-            findings.append(Finding(name, severity, count, of, said, remedy, ()))
+            summary = f"{where} the {preferred.replace('preferred', 'is preferred')}. {meaning}"
+            findings.append(Finding(name, severity, count, of, summary, remedy, ()))
     return findings, measures
 
 
@@ -129,38 +129,38 @@ def media_faults(data: AuditedData) -> list[Finding]:
     """
     showing = [row for row in data.rows if any(row.refs)]
     unreadable = [
-        RowToLookAt(split, place, problem.detail)
+        FlaggedRow(split, place, problem.detail)
         for split, place, problem in data.bad
         if isinstance(problem, MediaError)
     ]
     with ThreadPoolExecutor(_THREADS) as pool:
-        found = [each for faults in pool.map(_look_at, showing) for each in faults]
-    found += [(UNREADABLE, row) for row in unreadable]
+        flagged = [each for faults in pool.map(_look_at, showing) for each in faults]
+    flagged += [(UNREADABLE, row) for row in unreadable]
     of = len(showing) + len(unreadable)
     return [
         finding
         for kind in (UNREADABLE, TINY, HUGE)
-        for finding in kind.found((row for own, row in found if own is kind), of)
+        for finding in kind.findings_of((row for own, row in flagged if own is kind), of)
     ]
 
 
-def _look_at(row: AuditedRow) -> list[tuple[FaultKind, RowToLookAt]]:
+def _look_at(row: AuditedRow) -> list[tuple[FaultKind, FlaggedRow]]:
     return list(_faults(row))
 
 
-def _faults(row: AuditedRow) -> Iterator[tuple[FaultKind, RowToLookAt]]:
+def _faults(row: AuditedRow) -> Iterator[tuple[FaultKind, FlaggedRow]]:
     for refs in row.refs:
         for image in refs.images:
             try:
                 width, height = check_image(image)
             except MediaError as problem:
-                yield UNREADABLE, RowToLookAt(row.split, row.place, problem.detail)
+                yield UNREADABLE, FlaggedRow(row.split, row.place, problem.detail)
                 continue
-            said = RowToLookAt(row.split, row.place, f"{media_name(image)}: {width} x {height}")
+            row_fault = FlaggedRow(row.split, row.place, f"{media_name(image)}: {width} x {height}")
             if min(width, height) < _FEWEST:
-                yield TINY, said
+                yield TINY, row_fault
             if width * height > _MOST:
-                yield HUGE, said
+                yield HUGE, row_fault
 
 
 TOO_LONG = "too long"
@@ -180,7 +180,7 @@ class Audit:
 
 def audit(
     data: RowDataModule[Any, Any],
-    beside: object,
+    trainer: object,
     *,
     context: int | None = None,
     new_tokens: int = 0,
@@ -193,7 +193,7 @@ def audit(
 
     Args:
         data: A `PromptDataModule`, `PreferenceDataModule` or `SupervisedDataModule`.
-        beside: Has what the data takes from the module that it is used with, such as a
+        trainer: Has what the data takes from the module that it is used with, such as a
             ``tokenizer``.
         context: Tokens that the model was made for; None: not known.
         new_tokens: Room that the run leaves for the response to a prompt.
@@ -204,7 +204,7 @@ def audit(
         ImportError: ``with_label_noise`` needs scikit-learn.
         ValueError: The data module is of another kind, or has no tokenizer.
     """
-    read = read_data(data, beside)
+    read = read_data(data, trainer)
     findings = [
         *repeated_rows(read),
         *text_faults(read, context, 0 if read.is_pairs else new_tokens),
@@ -220,22 +220,22 @@ def audit(
     if with_label_noise and read.is_pairs:
         looks.append(label_noise)
     for look in looks:
-        found, measured = look(read.rows)
-        findings += found
+        detected, measured = look(read.rows)
+        findings += detected
         measures += measured
     usable = {split: sum(row.split == split for row in read.rows) for split in read.totals}
-    findings.sort(key=lambda one: (SEVERITIES.index(one.severity), -one.share, one.name))
+    findings.sort(key=lambda each: (SEVERITIES.index(each.severity), -each.share, each.name))
     return Audit(read.totals, usable, measures, findings)
 
 
 def _left_out(data: AuditedData) -> list[Finding]:
     """Return what else a run leaves rows out for, by reason."""
-    by_reason: dict[str, list[RowToLookAt]] = defaultdict(list)
+    by_reason: dict[str, list[FlaggedRow]] = defaultdict(list)
     remedies: dict[str, str] = {}
     for split, place, problem in data.bad:
         if problem.reason in (IDENTICAL, "empty text") or isinstance(problem, MediaError):
             continue  # they have findings of their own
-        by_reason[problem.reason].append(RowToLookAt(split, place, problem.detail))
+        by_reason[problem.reason].append(FlaggedRow(split, place, problem.detail))
         remedies.setdefault(problem.reason, problem.remedy)
     findings = []
     for reason, rows in sorted(by_reason.items()):
@@ -250,5 +250,5 @@ def _left_out(data: AuditedData) -> list[Finding]:
             else "A run cannot use these rows, and leaves them out.",
             f"{remedy[0].upper()}{remedy[1:]}.",
         )
-        findings += kind.found(rows, data.total)
+        findings += kind.findings_of(rows, data.total)
     return findings

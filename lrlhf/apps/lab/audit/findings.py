@@ -11,7 +11,7 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 """The gravest first."""
 
 
-class RowToLookAt(NamedTuple):
+class FlaggedRow(NamedTuple):
     """A row that has what was found."""
 
     split: str
@@ -36,7 +36,7 @@ class Finding:
     """How many rows could have had it."""
     meaning: str
     remedy: str
-    rows: Sequence[RowToLookAt]
+    rows: Sequence[FlaggedRow]
     """All of them, in the order of the data or the worst first; none of a bias."""
 
     @property
@@ -45,7 +45,7 @@ class Finding:
         return self.count / self.of if self.of else 0.0
 
 
-def _place(row: RowToLookAt) -> tuple[str, str, int]:
+def _place(row: FlaggedRow) -> tuple[str, str, int]:
     """Sort rows as they stand in the data."""
     source, _, number = row.place.rpartition(":")
     return row.split, source, int(number) if number.isdigit() else 0
@@ -59,7 +59,9 @@ class FaultKind(NamedTuple):
     meaning: str
     remedy: str
 
-    def found(self, rows: Iterable[RowToLookAt], of: int, *, ranked: bool = False) -> list[Finding]:
+    def findings_of(
+        self, rows: Iterable[FlaggedRow], of: int, *, ranked: bool = False
+    ) -> list[Finding]:
         """Return the finding, or nothing where no row has the fault.
 
         Args:
@@ -67,7 +69,7 @@ class FaultKind(NamedTuple):
             of: Rows that could have had it.
             ranked: Leave the rows in the order in which they are given, the worst first.
         """
-        first: dict[tuple[str, str], RowToLookAt] = {}
+        first: dict[tuple[str, str], FlaggedRow] = {}
         for row in rows:
             first.setdefault((row.split, row.place), row)
         if not first:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lrlhf.apps.lab.audit.findings import FaultKind, Finding, Measure, RowToLookAt
+from lrlhf.apps.lab.audit.findings import FaultKind, Finding, FlaggedRow, Measure
 from lrlhf.apps.lab.audit.rows import AuditedRow
 from lrlhf.statistics.intervals import share_interval
 
@@ -40,29 +40,31 @@ def label_noise(rows: Sequence[AuditedRow]) -> tuple[list[Finding], list[Measure
     Raises:
         ImportError: scikit-learn is not installed; says how to install it.
     """
-    judged = [row for row in rows if row.preferred is not None and any(row.answers)]
-    judged.sort(key=_key)
-    prompts = {key: index for index, key in enumerate(dict.fromkeys(row.keys for row in judged))}
+    labelled = [row for row in rows if row.preferred is not None and any(row.answers)]
+    labelled.sort(key=_key)
+    prompts = {key: index for index, key in enumerate(dict.fromkeys(row.keys for row in labelled))}
     if len(prompts) < _FEWEST:
         return [], [Measure("label noise", f"not looked at: needs {_FEWEST} prompts or more")]
-    logits = _held_out_logits(judged, np.array([prompts[row.keys] for row in judged]))
-    outcomes, of = (logits > 0).tolist(), len(judged)
-    right, (low, high) = sum(outcomes), share_interval(outcomes, [row.keys for row in judged])
+    logits = _held_out_logits(labelled, np.array([prompts[row.keys] for row in labelled]))
+    outcomes, of = (logits > 0).tolist(), len(labelled)
+    right, (low, high) = sum(outcomes), share_interval(outcomes, [row.keys for row in labelled])
     measures = [Measure("cross-fitted model: accuracy on unseen pairs", right / of, low, high, of)]
     if low < _BETTER_THAN_CHANCE:
-        told = "nothing can be said: the cross-fitted model is hardly better than chance"
-        return [], [*measures, Measure("label noise", told)]
+        note = "nothing can be said: the cross-fitted model is hardly better than chance"
+        return [], [*measures, Measure("label noise", note)]
     chances = 1 / (1 + np.exp(-np.clip(_calibrated(logits), -50, 50)))
     doubtful = np.flatnonzero(chances < _DOUBT)
-    found = DOUBTFUL.found(
+    finding = DOUBTFUL.findings_of(
         (
-            RowToLookAt(judged[k].split, judged[k].place, f"label has probability {chances[k]:.3f}")
+            FlaggedRow(
+                labelled[k].split, labelled[k].place, f"label has probability {chances[k]:.3f}"
+            )
             for k in doubtful[np.argsort(chances[doubtful], kind="stable")]
         ),
         of,
         ranked=True,
     )
-    return found, measures
+    return finding, measures
 
 
 def _held_out_logits(rows: Sequence[AuditedRow], groups: NDArray[Any]) -> NDArray[np.float64]:
@@ -87,10 +89,10 @@ def _held_out_logits(rows: Sequence[AuditedRow], groups: NDArray[Any]) -> NDArra
     fold = groups % _FOLDS
     logits = np.empty(len(rows))
     for number in range(_FOLDS):
-        held = fold == number
+        held_out = fold == number
         model = linear.LogisticRegression(fit_intercept=False, C=1.0, max_iter=200)
-        model.fit(turned[~held], signs[~held])
-        logits[held] = differences[held] @ model.coef_[0]
+        model.fit(turned[~held_out], signs[~held_out])
+        logits[held_out] = differences[held_out] @ model.coef_[0]
     return logits
 
 

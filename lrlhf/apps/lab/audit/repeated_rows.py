@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from lrlhf.apps.lab.audit.findings import FaultKind, Finding, RowToLookAt
+from lrlhf.apps.lab.audit.findings import FaultKind, Finding, FlaggedRow
 from lrlhf.apps.lab.audit.rows import AuditedData, AuditedRow
 from lrlhf.datamodules.loading.splits import connected_groups
 
@@ -81,7 +81,7 @@ class SimilarTexts:
         for group in self._buckets():
             partners = [member for member in group if sides[member]][:_PARTNERS]
             others = [member for member in group if not sides[member]]
-            yield from self._similar((one, two) for two in others for one in partners)
+            yield from self._similar((partner, two) for two in others for partner in partners)
 
     def _similar(self, candidates: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, float]]:
         for one, two in candidates:
@@ -259,20 +259,20 @@ def repeated_rows(data: AuditedData) -> list[Finding]:
     """Find duplicates, near-duplicates, leaks, and pairs that contradict each other or nothing."""
     groups = _grouped((_identity(row), row) for row in data.rows)
     again = [
-        RowToLookAt(row.split, row.place, f"same as {first.place}")
+        FlaggedRow(row.split, row.place, f"same as {first.place}")
         for first, *others in groups
         for row in others
     ]
     total = len(data.rows)
-    held = sum(row.split != "train" for row in data.rows)
+    held_out = sum(row.split != "train" for row in data.rows)
     leaked = dict(_leaks(data.rows))
     return [
-        *DUPLICATE.found(again, total),
-        *NEAR_DUPLICATE.found(_near_duplicates([group[0] for group in groups]), total),
-        *CONTRADICTION.found(_contradictions(data.rows), total),
-        *EQUAL.found(_equal(data), total),
-        *LEAK.found(leaked.values(), held),
-        *NEAR_LEAK.found(_near_leaks(data.rows, leaked), held),
+        *DUPLICATE.findings_of(again, total),
+        *NEAR_DUPLICATE.findings_of(_near_duplicates([group[0] for group in groups]), total),
+        *CONTRADICTION.findings_of(_contradictions(data.rows), total),
+        *EQUAL.findings_of(_equal(data), total),
+        *LEAK.findings_of(leaked.values(), held_out),
+        *NEAR_LEAK.findings_of(_near_leaks(data.rows, leaked), held_out),
     ]
 
 
@@ -297,21 +297,21 @@ def _grouped(
     return list(groups.values())
 
 
-def _near_duplicates(rows: Sequence[AuditedRow]) -> Iterator[RowToLookAt]:
-    found = SimilarTexts([_whole(row) for row in rows])
+def _near_duplicates(rows: Sequence[AuditedRow]) -> Iterator[FlaggedRow]:
+    similar = SimilarTexts([_full_text(row) for row in rows])
     partners: dict[int, dict[int, float]] = defaultdict(dict)
-    for one, two, similarity in found.pairs():
-        if rows[one].split == rows[two].split and _alike(rows[one], rows[two], found.are_similar):
+    for one, two, similarity in similar.pairs():
+        if rows[one].split == rows[two].split and _alike(rows[one], rows[two], similar.are_similar):
             partners[one][two] = partners[two][one] = similarity
     keys = [[index, *partners.get(index, ())] for index in range(len(rows))]
     for _, *others in connected_groups(keys):
         for index in others:
             near, similarity = max(partners[index].items(), key=lambda item: (item[1], -item[0]))
             detail = f"{similarity:.2f} like {rows[near].place}"
-            yield RowToLookAt(rows[index].split, rows[index].place, detail)
+            yield FlaggedRow(rows[index].split, rows[index].place, detail)
 
 
-def _whole(row: AuditedRow) -> str:
+def _full_text(row: AuditedRow) -> str:
     """Return all that a row says, and a word that stands for what it shows."""
     return "\n\n".join((row.prompt, *sorted(row.answers), row.shown))
 
@@ -328,9 +328,9 @@ def _texts(row: AuditedRow) -> Hashable:
     return row.prompt.strip(), frozenset(row.candidates)
 
 
-def _contradictions(rows: Sequence[AuditedRow]) -> Iterator[RowToLookAt]:
-    judged = [row for row in rows if row.preferred is not None]
-    keyed = ((_question_and_answers(row), row) for row in judged)
+def _contradictions(rows: Sequence[AuditedRow]) -> Iterator[FlaggedRow]:
+    labelled = [row for row in rows if row.preferred is not None]
+    keyed = ((_question_and_answers(row), row) for row in labelled)
     for group in _grouped(keyed):
         for head in range(len(group[0].labels)):
             better: dict[str, list[AuditedRow]] = defaultdict(list)
@@ -341,7 +341,7 @@ def _contradictions(rows: Sequence[AuditedRow]) -> Iterator[RowToLookAt]:
                 continue
             one, two = better.values()
             for row, other in [(row, two[0]) for row in one] + [(row, one[0]) for row in two]:
-                yield RowToLookAt(row.split, row.place, f"the other way round in {other.place}")
+                yield FlaggedRow(row.split, row.place, f"the other way round in {other.place}")
 
 
 def _question_and_answers(row: AuditedRow) -> Hashable:
@@ -349,30 +349,30 @@ def _question_and_answers(row: AuditedRow) -> Hashable:
     return _texts(row), row.place if len(set(row.candidates)) == 1 else ""
 
 
-def _equal(data: AuditedData) -> Iterator[RowToLookAt]:
+def _equal(data: AuditedData) -> Iterator[FlaggedRow]:
     for split, place, problem in data.bad:
         if problem.reason == IDENTICAL:
-            yield RowToLookAt(split, place, problem.detail)
+            yield FlaggedRow(split, place, problem.detail)
     for row in data.rows:
         if row.preferred is None:
             continue
         first, second = map(squashed, row.candidates)
         if first == second:
-            yield RowToLookAt(row.split, row.place, "equal but for case and white space")
+            yield FlaggedRow(row.split, row.place, "equal but for case and white space")
 
 
-def _leaks(rows: Sequence[AuditedRow]) -> Iterator[tuple[tuple[str, str], RowToLookAt]]:
+def _leaks(rows: Sequence[AuditedRow]) -> Iterator[tuple[tuple[str, str], FlaggedRow]]:
     trained = {key: row.place for row in rows if row.split == "train" for key in row.keys}
     for row in rows:
         shared = [trained[key] for key in row.keys if key in trained]
         if row.split != "train" and shared:
-            told = RowToLookAt(row.split, row.place, f"prompt also in {shared[0]}")
-            yield (row.split, row.place), told
+            leaked = FlaggedRow(row.split, row.place, f"prompt also in {shared[0]}")
+            yield (row.split, row.place), leaked
 
 
 def _near_leaks(
     rows: Sequence[AuditedRow], leaked: Container[tuple[str, str]]
-) -> Iterator[RowToLookAt]:
+) -> Iterator[FlaggedRow]:
     of_train: dict[str, AuditedRow] = {}
     of_held: dict[str, list[AuditedRow]] = defaultdict(list)
     for row in rows:
@@ -384,12 +384,14 @@ def _near_leaks(
     if not of_held:
         return
     texts = [*of_train, *of_held]
-    found = SimilarTexts(texts)
-    for one, two, similarity in found.pairs_across([True] * len(of_train) + [False] * len(of_held)):
+    similar = SimilarTexts(texts)
+    for one, two, similarity in similar.pairs_across(
+        [True] * len(of_train) + [False] * len(of_held)
+    ):
         source = of_train[texts[one]]
         for row in of_held[texts[two]]:
             if _context(row) == _context(source):
-                yield RowToLookAt(
+                yield FlaggedRow(
                     row.split, row.place, f"prompt {similarity:.2f} like {source.place}"
                 )
 

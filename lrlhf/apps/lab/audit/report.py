@@ -98,7 +98,7 @@ def _lines(audit: Audit) -> Iterator[str]:
         yield f"{split:<10} {total:,} rows, {audit.usable[split]:,} can be used"
     yield ""
     for measure in audit.measures:
-        yield _told(measure)
+        yield _line(measure)
     yield ""
     if not audit.findings:
         yield "nothing was found"
@@ -113,7 +113,7 @@ def _lines(audit: Audit) -> Iterator[str]:
             yield f"    and {more:,} more (--json and --html list them)"
 
 
-def _told(measure: Measure) -> str:
+def _line(measure: Measure) -> str:
     value = measure.value if isinstance(measure.value, str) else f"{measure.value:,.4g}"
     interval = f" ({measure.low:.3g} to {measure.high:.3g})" if measure.low is not None else ""
     of = "" if measure.of is None else f", of {measure.of:,}"

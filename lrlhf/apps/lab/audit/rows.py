@@ -89,8 +89,8 @@ class AuditedRow:
     @property
     def preferred(self) -> int | None:
         """Which candidate is better by the first head that says so; None: by no head."""
-        judged = [label for label in self.labels if abs(label) == 1]
-        return (0 if judged[0] > 0 else 1) if judged else None
+        unequal = [label for label in self.labels if abs(label) == 1]
+        return (0 if unequal[0] > 0 else 1) if unequal else None
 
 
 class BadRowFound(NamedTuple):
@@ -117,12 +117,12 @@ class AuditedData(NamedTuple):
         return sum(self.totals.values())
 
 
-def read_data(data: RowDataModule[Any, Any], beside: object) -> AuditedData:
+def read_data(data: RowDataModule[Any, Any], trainer: object) -> AuditedData:
     """Read every row of the training and validation data as a run would.
 
     Args:
         data: A `PromptDataModule`, `PreferenceDataModule` or `SupervisedDataModule`.
-        beside: Has what the data takes from the module that it is used with, such as a
+        trainer: Has what the data takes from the module that it is used with, such as a
             ``tokenizer``.
 
     Raises:
@@ -133,7 +133,7 @@ def read_data(data: RowDataModule[Any, Any], beside: object) -> AuditedData:
     counters: list[BadRows] = []
     parsers: list[Parser] = []
 
-    class Noted(BadRows):
+    class RecordingBadRows(BadRows):
         def __init__(self, what: str) -> None:
             super().__init__(what)
             counters.append(self)
@@ -151,8 +151,8 @@ def read_data(data: RowDataModule[Any, Any], beside: object) -> AuditedData:
         parsers.append(kind.parse)
         return _audited_kind(kind, kind.parse)
 
-    train, held = data.read_all(beside, audited, Noted)
-    splits = {"train": train, **{title_of(name): part for name, part in held.items()}}
+    train, held_out = data.read_all(trainer, audited, RecordingBadRows)
+    splits = {"train": train, **{title_of(name): part for name, part in held_out.items()}}
     rows = [
         replace(located.value, split=split)
         for split, part in splits.items()
@@ -177,9 +177,9 @@ class _Contents(ChatFormat):
 
     def render(self, messages: Sequence[Message], row: Row, *, prompt: bool) -> str:
         del row, prompt
-        turns = [(str(message["role"]), _said(message)) for message in messages]
+        turns = [(str(message["role"]), _content(message)) for message in messages]
         self.seen.append(turns)
-        return "".join(f"{said}\n\n" for _, said in turns)
+        return "".join(f"{content}\n\n" for _, content in turns)
 
     def opened(self, messages: Sequence[Message], row: Row) -> str:
         return self.render(messages, row, prompt=True)
@@ -194,7 +194,7 @@ class _Contents(ChatFormat):
         return self.render(messages, row, prompt=False), []
 
 
-def _said(message: Message) -> str:
+def _content(message: Message) -> str:
     calls = message.get("tool_calls")
     content = message.get("content")
     shows = isinstance(content, list | tuple) and any(p.get("type") != "text" for p in content)
@@ -223,20 +223,20 @@ def _audited_kind(kind: RowKind[Any, Any, Any], parser: Parser) -> RowKind[Any, 
 
     def parse(row: Row, folder: Path | None) -> _Draft:
         contents.seen.clear()
-        said = plain(row, folder)
+        parsed_plain = plain(row, folder)
         # without turns the chat format had no part in it
-        parsed = parser(row, folder) if contents.seen else said
-        if isinstance(said, PairDraft):
-            own = _of_pair(row, said, contents.seen)
-        elif isinstance(said, SupervisedDraft):
-            own = _of_text(said, contents.seen)
+        parsed = parser(row, folder) if contents.seen else parsed_plain
+        if isinstance(parsed_plain, PairDraft):
+            own = _of_pair(row, parsed_plain, contents.seen)
+        elif isinstance(parsed_plain, SupervisedDraft):
+            own = _of_text(parsed_plain, contents.seen)
         else:
-            own = _of_prompt(said, contents.seen)
+            own = _of_prompt(parsed_plain, contents.seen)
         column = parser.column if isinstance(parser, PromptParser) else parser.prompt_column
         # beside messages, or a whole text, nobody reads a prompt
         read = not isinstance(parser, SupervisedParser) or parser.completion_column in row
-        given = row.get(column) if read else None
-        if isinstance(given, str) and not given.strip():
+        prompt = row.get(column) if read else None
+        if isinstance(prompt, str) and not prompt.strip():
             own = replace(own, blank=f"column {column!r}")
         return _Draft(parsed, own)
 
@@ -251,10 +251,10 @@ def _audited_kind(kind: RowKind[Any, Any, Any], parser: Parser) -> RowKind[Any, 
         ]
 
     def check(split: Split[_Loaded], what: str) -> Split[AuditedRow]:
-        kept = kind.check(
+        checked = kind.check(
             replace(split, rows=[_of(row, row.value.value) for row in split.rows]), what
         )
-        places = {row.place for row in kept.rows}
+        places = {row.place for row in checked.rows}
         rows = [row for row in split.rows if row.place in places]
         own = [_of(row, replace(row.value.row, place=row.place)) for row in rows]
         return Split(split.components, own, split.columns)
@@ -294,9 +294,9 @@ def _counted(
     learnt += [int(text.trained.sum()) for text in texts if isinstance(text, SupervisedRow)]
     return replace(
         row,
-        tokens=tuple(len(one) for one in ids),
+        tokens=tuple(len(token_id) for token_id in ids),
         answer_tokens=tuple(learnt),
-        doubled=next(filter(None, (_doubled(one, specials) for one in ids)), ""),
+        doubled=next(filter(None, (_doubled(each, specials) for each in ids)), ""),
         keys=keys,
     )
 
@@ -312,14 +312,14 @@ def _of_pair(row: Row, draft: PairDraft, seen: Sequence[list[tuple[str, str]]]) 
     turns = list(seen[-2:])  # before them comes the prompt alone
     if not turns and is_transcript(prompt):
         turns = [_transcript(text.text) for text in pair.candidates]
-    asked = [said for role, said in (turns[0] if turns else ()) if role == "user"]
+    prompts = [content for role, content in (turns[0] if turns else ()) if role == "user"]
     return AuditedRow(
         prompt=prompt,
-        question=asked[-1] if asked else prompt if not turns else "",
+        question=prompts[-1] if prompts else prompt if not turns else "",
         answers=tuple(text.text.removeprefix(prompt) for text in pair.candidates),
         labels=draft.labels,
         unordered=any(name in row for name in _UNORDERED),
-        roles=tuple(tuple(role for role, _ in one) for one in turns),
+        roles=tuple(tuple(role for role, _ in turn) for turn in turns),
         blank=_blank(turns),
         refs=pair.refs,
         context=_context(pair.prompt_refs),
@@ -330,11 +330,11 @@ def _of_prompt(draft: PromptDraft, seen: Sequence[list[tuple[str, str]]]) -> Aud
     text, turns = draft.text.text, list(seen)
     if not turns and is_transcript(text):
         turns = [_transcript(text.removesuffix(ASSISTANT))]
-    asked = [said for role, said in (turns[0] if turns else ()) if role == "user"]
+    prompts = [content for role, content in (turns[0] if turns else ()) if role == "user"]
     return AuditedRow(
         prompt=text,
-        question=asked[-1] if asked else text,
-        roles=tuple(tuple(role for role, _ in one) for one in turns),
+        question=prompts[-1] if prompts else text,
+        roles=tuple(tuple(role for role, _ in turn) for turn in turns),
         blank=_blank(turns),
         refs=(draft.refs,),
         context=_context(draft.refs),
@@ -345,13 +345,13 @@ def _of_text(draft: SupervisedDraft, seen: Sequence[list[tuple[str, str]]]) -> A
     turns = seen[0] if seen else []  # behind them comes the prompt alone
     first = next((i for i, (role, _) in enumerate(turns) if role == "assistant"), len(turns))
     if turns:
-        prompt = "".join(f"{said}\n\n" for _, said in turns[:first])
+        prompt = "".join(f"{content}\n\n" for _, content in turns[:first])
     else:
         prompt = draft.prompt.text if draft.prompt is not None else ""
-    asked = [said for role, said in turns[:first] if role == "user"]
+    prompts = [content for role, content in turns[:first] if role == "user"]
     return AuditedRow(
         prompt=prompt,
-        question=asked[-1] if asked else prompt if not turns else "",
+        question=prompts[-1] if prompts else prompt if not turns else "",
         answers=(draft.text.text.removeprefix(prompt),),
         roles=(tuple(role for role, _ in turns),) if turns else (),
         blank=_blank([turns]),
@@ -369,5 +369,5 @@ def _transcript(text: str) -> list[tuple[str, str]]:
 
 
 def _blank(conversations: Sequence[list[tuple[str, str]]]) -> str:
-    blank = [role for turns in conversations for role, said in turns if not said.strip()]
+    blank = [role for turns in conversations for role, content in turns if not content.strip()]
     return f"a turn of the {blank[0]}" if blank else ""

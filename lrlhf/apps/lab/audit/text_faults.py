@@ -13,7 +13,7 @@ from zlib import crc32
 
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.apps.lab.audit.findings import FaultKind, Finding, Measure, RowToLookAt
+from lrlhf.apps.lab.audit.findings import FaultKind, Finding, FlaggedRow, Measure
 from lrlhf.apps.lab.audit.rows import AuditedData, AuditedRow
 
 PLACEHOLDER = FaultKind(
@@ -129,12 +129,12 @@ def text_faults(data: AuditedData, context: int | None, new_tokens: int) -> list
     findings = []
     for kind, look in looks:
         details = ((row, look(row)) for row in data.rows)
-        found = (RowToLookAt(row.split, row.place, detail) for row, detail in details if detail)
-        findings += kind.found(found, len(data.rows))
+        flagged = (FlaggedRow(row.split, row.place, detail) for row, detail in details if detail)
+        findings += kind.findings_of(flagged, len(data.rows))
     return [
         *findings,
-        *BLANK.found(_blank(data), data.total),
-        *CUT.found(_cut_off(data.rows), len(data.rows)),
+        *BLANK.findings_of(_blank(data), data.total),
+        *CUT.findings_of(_cut_off(data.rows), len(data.rows)),
     ]
 
 
@@ -150,8 +150,8 @@ def _placeholder(row: AuditedRow) -> str:
 
 
 def _literal(row: AuditedRow) -> str:
-    whole = next((text.strip() for text in row.texts if text.strip() in _NOTHING), "")
-    return whole or _first(_ENDS_WITH_NOTHING, [row.prompt])
+    literal = next((text.strip() for text in row.texts if text.strip() in _NOTHING), "")
+    return literal or _first(_ENDS_WITH_NOTHING, [row.prompt])
 
 
 def _roles(row: AuditedRow) -> str:
@@ -205,16 +205,16 @@ def _too_long(row: AuditedRow, context: int | None, new_tokens: int) -> str:
     return f"{longest} tokens, the model reads {context}"
 
 
-def _blank(data: AuditedData) -> Iterator[RowToLookAt]:
+def _blank(data: AuditedData) -> Iterator[FlaggedRow]:
     for split, place, problem in data.bad:
         if problem.reason == "empty text":
-            yield RowToLookAt(split, place, problem.detail)
+            yield FlaggedRow(split, place, problem.detail)
     for row in data.rows:
         if row.blank:
-            yield RowToLookAt(row.split, row.place, f"{row.blank} is blank")
+            yield FlaggedRow(row.split, row.place, f"{row.blank} is blank")
 
 
-def _cut_off(rows: Sequence[AuditedRow]) -> Iterator[RowToLookAt]:
+def _cut_off(rows: Sequence[AuditedRow]) -> Iterator[FlaggedRow]:
     """Yield the rows of the longest answers, if far more have that length than any near it."""
     lengths = Counter(length for row in rows for length in row.answer_tokens)
     longest = max(lengths, default=0)
@@ -224,7 +224,7 @@ def _cut_off(rows: Sequence[AuditedRow]) -> Iterator[RowToLookAt]:
         return
     for row in rows:
         if longest in row.answer_tokens:
-            yield RowToLookAt(row.split, row.place, f"{longest} tokens")
+            yield FlaggedRow(row.split, row.place, f"{longest} tokens")
 
 
 MIXED = FaultKind(
@@ -271,32 +271,32 @@ def languages(rows: Sequence[AuditedRow]) -> tuple[list[Finding], list[Measure]]
     known = Counter(
         language for _, prompt, answers in spoken for language in {prompt, *answers} if language
     )
-    told = ", ".join(f"{name} {count:,}" for name, count in known.most_common(8))
+    listed = ", ".join(f"{name} {count:,}" for name, count in known.most_common(8))
     more = f" and {len(known) - 8} more" if len(known) > 8 else ""
     what = "languages (rows)" if len(rows) == all_rows else f"languages ({len(rows):,} rows drawn)"
-    measures = [Measure(what, told + more, of=len(rows))] if known else []
-    findings = MIXED.found(_mixed(spoken), len(rows))
+    measures = [Measure(what, listed + more, of=len(rows))] if known else []
+    findings = MIXED.findings_of(_mixed(spoken), len(rows))
     if known and known.most_common(1)[0][1] >= _MAIN * known.total():
-        findings += RARE.found(_rare(spoken, known.most_common(1)[0][0]), len(rows))
+        findings += RARE.findings_of(_rare(spoken, known.most_common(1)[0][0]), len(rows))
     return findings, measures
 
 
 def _mixed(
     spoken: Sequence[tuple[AuditedRow, str | None, list[str | None]]],
-) -> Iterator[RowToLookAt]:
+) -> Iterator[FlaggedRow]:
     for row, prompt, answers in spoken:
-        others = [one for one in answers if one is not None and one != prompt]
+        others = [answer for answer in answers if answer is not None and answer != prompt]
         if others and prompt is not None:
-            yield RowToLookAt(row.split, row.place, f"prompt {prompt}, answer {others[0]}")
+            yield FlaggedRow(row.split, row.place, f"prompt {prompt}, answer {others[0]}")
 
 
 def _rare(
     spoken: Sequence[tuple[AuditedRow, str | None, list[str | None]]], main: str
-) -> Iterator[RowToLookAt]:
+) -> Iterator[FlaggedRow]:
     for row, prompt, answers in spoken:
-        others = [one for one in (prompt, *answers) if one is not None and one != main]
+        others = [each for each in (prompt, *answers) if each is not None and each != main]
         if others:
-            yield RowToLookAt(row.split, row.place, others[0])
+            yield FlaggedRow(row.split, row.place, others[0])
 
 
 def _drawn(row: AuditedRow) -> int:

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lrlhf.apps.lab.compare.evaluations import (
-    Evaluation,
     Groups,
     Key,
+    RunEvaluation,
     Sample,
     grouped,
     is_share_of_answers,
@@ -44,7 +44,7 @@ class Side(NamedTuple):
     """What is compared: the runs of one recipe, which differ in their seeds."""
 
     name: str
-    evaluations: list[Evaluation]
+    evaluations: list[RunEvaluation]
 
 
 class Prompt(NamedTuple):
@@ -138,7 +138,7 @@ def _matched(
     sides = [[{key: own[key] for key in keys} for own in side] for side in (a, b)]
     known = [[prompt_values(own, sizes) for own in side] for side in sides]
     names = dict.fromkeys(
-        name for side in known for own in side for one in own.values() for name in one
+        name for side in known for own in side for each in own.values() for name in each
     )
     values = {name: (_column(name, known[0]), _column(name, known[1])) for name in names}
     both = {name: columns for name, columns in values.items() if all(map(_any_finite, columns))}
@@ -179,7 +179,7 @@ def _without_copies(
 
 
 def _prompt(key: Key, a: Sequence[Sample], b: Sequence[Sample]) -> Prompt:
-    first, second = (min(side, key=lambda one: one.label != "") for side in (a, b))
+    first, second = (min(side, key=lambda each: each.label != "") for side in (a, b))
     text = "\n".join(filter(None, first.text[_PROMPT:]))
     return Prompt(key, text, first.columns, (first.answer, second.answer), first.cluster)
 
@@ -250,7 +250,7 @@ class Power(NamedTuple):
     needs: list[Need]
 
 
-class Comparison(NamedTuple):
+class RunComparison(NamedTuple):
     """Side B against side A."""
 
     a: Side
@@ -267,7 +267,6 @@ class Comparison(NamedTuple):
 
     @property
     def seeds(self) -> tuple[int, int]:
-        """Runs of each side."""
         return len(self.a.evaluations), len(self.b.evaluations)
 
 
@@ -279,7 +278,7 @@ def compare_sides(
     by: Sequence[str] = (),
     how: Match = "auto",
     differences: Sequence[float] = (),
-) -> Comparison:
+) -> RunComparison:
     """Compare two sides over the prompts that all of their runs were evaluated on.
 
     The main metric is the one test that the comparison is made for. All others, and all subsets,
@@ -307,24 +306,24 @@ def compare_sides(
     main = _row(name, "", matched, everything)
     if main is None:
         raise ValueError(f"no prompt has the metric '{name}' in all runs")
-    asked = {(other, ""): everything for other in matched.values if other != name}
+    columns_of = {(other, ""): everything for other in matched.values if other != name}
     for column in _columns(by, matched):
         for label, chosen in _subsets(column, matched).items():
-            asked[name, label] = chosen
-    found = {one: _row(*one, matched, chosen) for one, chosen in asked.items()}
-    family = [row for row in found.values() if row is not None]
-    empty = [" of ".join(filter(None, one)) for one, row in found.items() if row is None]
+            columns_of[name, label] = chosen
+    rows = {one: _row(*one, matched, chosen) for one, chosen in columns_of.items()}
+    family = [row for row in rows.values() if row is not None]
+    empty = [" of ".join(filter(None, one)) for one, row in rows.items() if row is None]
     adjusted = holm([row.difference.p_value for row in family])
     family = [row._replace(adjusted_p=p) for row, p in zip(family, adjusted, strict=True)]
     others = [row for row in family if not row.subset]
     subsets = [row for row in family if row.subset]
     power = _power(matched, name, differences)
-    return Comparison(a, b, matched, main, others, subsets, empty, power)
+    return RunComparison(a, b, matched, main, others, subsets, empty, power)
 
 
-def correct_for_several(comparisons: Sequence[Comparison]) -> list[Comparison]:
+def correct_for_several(comparisons: Sequence[RunComparison]) -> list[RunComparison]:
     """Correct the main p-values for as many sides as are compared with one (Holm)."""
-    adjusted = holm([one.main.difference.p_value for one in comparisons])
+    adjusted = holm([comparison.main.difference.p_value for comparison in comparisons])
     return [
         one._replace(main=one.main._replace(adjusted_p=p))
         for one, p in zip(comparisons, adjusted, strict=True)
@@ -390,33 +389,33 @@ def _columns(by: Sequence[str], matched: Matched) -> list[str]:
 
 
 def _subsets(column: str, matched: Matched) -> dict[str, NDArray[np.bool_]]:
-    found = [_value(prompt.columns, column) for prompt in matched.prompts]
-    if all(value is None for value in found):
+    values = [_value(prompt.columns, column) for prompt in matched.prompts]
+    if all(value is None for value in values):
         known = sorted({name for prompt in matched.prompts for name in prompt.columns})
         raise ValueError(
             f"no column '{column}' in the evaluations; there are {', '.join(known) or 'none'}"
         )
-    different = sorted(set(map(str, found)), key=lambda text: (len(text), text))
+    different = sorted(set(map(str, values)), key=lambda text: (len(text), text))
     if len(different) > _MOST_SUBSETS:
-        if all(isinstance(value, int | float) for value in found):
-            return _quarters(column, np.array(found, dtype=np.float64))
+        if all(isinstance(value, int | float) for value in values):
+            return _quarters(column, np.array(values, dtype=np.float64))
         raise ValueError(
             f"column '{column}' has {len(different)} different values; subsets are made of up to "
             f"{_MOST_SUBSETS}, or of numbers"
         )
-    texts = np.array(list(map(str, found)))
+    texts = np.array(list(map(str, values)))
     return {f"{column}={value}": texts == value for value in different}
 
 
 def _quarters(column: str, values: NDArray[np.float64]) -> dict[str, NDArray[np.bool_]]:
     """Split numbers at their quartiles."""
     ends = np.unique(np.quantile(values, [0, 0.25, 0.5, 0.75, 1]))
-    found = {}
+    quarters = {}
     for low, high in itertools.pairwise(ends):
         last = high == ends[-1]
         chosen = (values >= low) & ((values <= high) if last else (values < high))
-        found[f"{column} {low:g} to {'' if last else 'below '}{high:g}"] = chosen
-    return {label: chosen for label, chosen in found.items() if chosen.any()}
+        quarters[f"{column} {low:g} to {'' if last else 'below '}{high:g}"] = chosen
+    return {label: chosen for label, chosen in quarters.items() if chosen.any()}
 
 
 def _value(columns: Mapping[str, Any], name: str) -> Any:

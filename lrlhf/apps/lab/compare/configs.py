@@ -36,7 +36,7 @@ class ConfigDiff(NamedTuple):
 
 def config_diff(a: Side, b: Side) -> ConfigDiff:
     """Compare the configs that runs have saved."""
-    sides = [[_options(one.folder) for one in side.evaluations] for side in (a, b)]
+    sides = [[_options(evaluation.folder) for evaluation in side.evaluations] for side in (a, b)]
     missing = [
         str(one.folder)
         for side, options in zip((a, b), sides, strict=True)
@@ -60,14 +60,14 @@ def config_diff(a: Side, b: Side) -> ConfigDiff:
 def same_seeds(side: Side) -> list[str]:
     """Return the runs of a side that have the seed of one before them."""
     seen: dict[str, Path] = {}
-    found = []
-    for one in side.evaluations:
-        seed = _options(one.folder).get("seed_everything")
+    notes = []
+    for evaluation in side.evaluations:
+        seed = _options(evaluation.folder).get("seed_everything")
         if seed is not None and seed in seen:
-            found.append(f"{one.folder} and {seen[seed]} (seed {seed})")
+            notes.append(f"{evaluation.folder} and {seen[seed]} (seed {seed})")
         elif seed is not None:
-            seen[seed] = one.folder
-    return found
+            seen[seed] = evaluation.folder
+    return notes
 
 
 def _options(folder: Path) -> dict[str, str]:
@@ -79,7 +79,7 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
     items: Sequence[tuple[str, Any]] = ()
     if isinstance(value, Mapping):
         items = [(f"{name}.{key}" if name else str(key), inner) for key, inner in value.items()]
-    elif isinstance(value, list) and any(isinstance(one, Mapping | list) for one in value):
+    elif isinstance(value, list) and any(isinstance(part, Mapping | list) for part in value):
         items = [(f"{name}[{index}]", inner) for index, inner in enumerate(value)]
     if items:
         for key, inner in items:

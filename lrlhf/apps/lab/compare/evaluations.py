@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from lrlhf.apps.lab.run_files import RunFiles, records
 from lrlhf.statistics.repeated_samples import (
-    judged_together,
+    joint_metrics,
     plain_name,
     temperature_prefix,
     usual_sizes,
@@ -71,13 +71,13 @@ def prompt_values(groups: Groups, sizes: Iterable[int] = ()) -> dict[Key, dict[s
         sizes: Each k of pass@k beside the usual ones.
     """
     most = most_samples(groups)
-    found: dict[Key, dict[str, float]] = {}
+    values_of: dict[Key, dict[str, float]] = {}
     for key, samples in groups.items():
-        found[key] = {}
+        values_of[key] = {}
         for label, own in _by_label(samples).items():
             values = _means(own) | _together(own, most[label], sizes)
-            found[key] |= {f"{label}{name}": value for name, value in values.items()}
-    return found
+            values_of[key] |= {f"{label}{name}": value for name, value in values.items()}
+    return values_of
 
 
 def sizes_of(metric: str | None) -> tuple[int, ...]:
@@ -107,15 +107,15 @@ def _means(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _together(samples: Sequence[Sample], most: int, sizes: Iterable[int]) -> dict[str, float]:
-    judged = [sample.values.get(RIGHT) for sample in samples]
-    rights = [None if value is None else value == 1 for value in judged]
+    values = [sample.values.get(RIGHT) for sample in samples]
+    rights = [None if value is None else value == 1 for value in values]
     if most < 2 or not any(right is not None for right in rights):
         return {}
     tried = sorted({*usual_sizes(most), *sizes})
     names = [f"pass@{k}" for k in tried if 1 < k <= most]
     if all(sample.votes for sample in samples):
         names.append(f"maj@{most}")
-    return judged_together(names, rights, [vote for sample in samples for vote in sample.votes])
+    return joint_metrics(names, rights, [vote for sample in samples for vote in sample.votes])
 
 
 _PARTS = ("set", "dataloader")
@@ -123,7 +123,7 @@ _PARTS = ("set", "dataloader")
 _MAIN = ("score", "accuracy", "mean_logprob")
 
 
-class Evaluation(NamedTuple):
+class RunEvaluation(NamedTuple):
     """The evaluation of one run after a step."""
 
     folder: Path
@@ -134,16 +134,16 @@ class Evaluation(NamedTuple):
 
     def mean(self, metric: str) -> float:
         """Return the mean over all prompts; NaN: none has the metric."""
-        by_row = all(one.place is not None for one in self.samples)
-        found = prompt_values(grouped(self.samples, by_row=by_row), sizes_of(metric))
-        values = [own.get(metric, math.nan) for own in found.values()]
+        by_row = all(sample.place is not None for sample in self.samples)
+        values_of = prompt_values(grouped(self.samples, by_row=by_row), sizes_of(metric))
+        values = [own.get(metric, math.nan) for own in values_of.values()]
         known = [value for value in values if math.isfinite(value)]
         return math.fsum(known) / len(known) if known else math.nan
 
 
 def read_evaluation(
     folder: Path, step: str, metric: str | None, temperature: float | None = None
-) -> Evaluation:
+) -> RunEvaluation:
     """Read an evaluation of a run.
 
     Args:
@@ -167,9 +167,11 @@ def read_evaluation(
             "validation data"
         )
     if step == "best":
-        found = [_read(folder, one, path, temperature) for one, path in steps.items()]
-        means = [one.mean(metric or main_metric(one)) for one in found]
-        return found[max(range(len(found)), key=lambda index: (_finite(means[index]), -index))]
+        evaluations = [_read(folder, one, path, temperature) for one, path in steps.items()]
+        means = [evaluation.mean(metric or main_metric(evaluation)) for evaluation in evaluations]
+        return evaluations[
+            max(range(len(evaluations)), key=lambda index: (_finite(means[index]), -index))
+        ]
     number = list(steps)[-1] if step == "last" else int(step)
     if number not in steps:
         there = ", ".join(map(str, steps))
@@ -177,16 +179,16 @@ def read_evaluation(
     return _read(folder, number, steps[number], temperature)
 
 
-def main_metric(evaluation: Evaluation) -> str:
+def main_metric(evaluation: RunEvaluation) -> str:
     """Return what an evaluation is about.
 
     A policy's ``score``, the ``accuracy`` on pairs, the ``mean_logprob`` of given texts.
     """
-    names = {name for one in evaluation.samples for name in one.values}
+    names = {name for sample in evaluation.samples for name in sample.values}
     return next((name for name in _MAIN if name in names), min(names, default=""))
 
 
-def _read(folder: Path, step: int, path: Path, temperature: float | None) -> Evaluation:
+def _read(folder: Path, step: int, path: Path, temperature: float | None) -> RunEvaluation:
     samples: list[Sample] = []
     there: dict[float | None, None] = {}
     for number, record in enumerate(records(path), start=1):
@@ -196,7 +198,7 @@ def _read(folder: Path, step: int, path: Path, temperature: float | None) -> Eva
                 f"{path} is of a process reward model, whose steps are not compared: compare the "
                 "metrics of both evaluations, eval/… in metrics.csv"
             )
-        if not (known or _is_given(record)):
+        if not (known or _is_scored_text(record)):
             raise ValueError(
                 f"{path}, line {number} has neither a score nor labels nor the log-probability of "
                 "a text: it is no line that EvalJSONL has written"
@@ -209,11 +211,11 @@ def _read(folder: Path, step: int, path: Path, temperature: float | None) -> Eva
         raise ValueError(f"{path} is empty")
     if not any(sample.label == "" for sample in samples):
         raise ValueError(
-            f"{path} has responses at temperature {', '.join(f'{one:g}' for one in there)} and "
+            f"{path} has responses at temperature {', '.join(f'{each:g}' for each in there)} and "
             f"none at {temperature:g}, at which the first run was evaluated: evaluate both at the "
             "same"
         )
-    return Evaluation(folder, step, temperature, samples)
+    return RunEvaluation(folder, step, temperature, samples)
 
 
 def _sample(record: Mapping[str, Any], label: str) -> Sample:
@@ -221,15 +223,15 @@ def _sample(record: Mapping[str, Any], label: str) -> Sample:
     place = None
     if "source" in record and "row" in record:
         place = (*part, str(record["source"]), str(record["row"]))
-    asked = ("candidate0", "candidate1", *(["completion"] if _is_given(record) else []))
-    shown = (str(record.get(name, "")) for name in ("prompt", *asked))
+    prompt_keys = ("candidate0", "candidate1", *(["completion"] if _is_scored_text(record) else []))
+    shown = (str(record.get(name, "")) for name in ("prompt", *prompt_keys))
     info = record.get("info")
     own = [info.get(name, "") for name in ("media0", "media1")] if isinstance(info, Mapping) else []
     media = " ".join(map(str, filter(None, (record.get("media", ""), *own))))
-    told = [record.get(name) for name in ("columns", "info")]
+    metadata = [record.get(name) for name in ("columns", "info")]
     columns: dict[str, Any] = {name: record[name] for name in _PARTS if name in record}
-    for one in told:
-        columns |= one if isinstance(one, Mapping) else {}
+    for each in metadata:
+        columns |= each if isinstance(each, Mapping) else {}
     answered = record.get("answer")
     return Sample(
         place=place,
@@ -245,34 +247,34 @@ def _sample(record: Mapping[str, Any], label: str) -> Sample:
 
 def measures(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics of a line; what could not be scored or is not labelled is left out."""
-    if _is_given(record):
+    if _is_scored_text(record):
         return _of_text(record)
     return _of_pair(record) if "labels" in record else _of_response(record)
 
 
-def _is_given(record: Mapping[str, Any]) -> bool:
+def _is_scored_text(record: Mapping[str, Any]) -> bool:
     """Whether it is about a text that a model was given, rather than one that it wrote."""
     return "logprob" in record and "tokens" in record
 
 
 def _of_text(record: Mapping[str, Any]) -> dict[str, float]:
     """Log-probability of a token of the text; none of a text without one that is learnt."""
-    found = _numbers({name: record[name] for name in ("logprob", "tokens")})
-    if "logprob" not in found or not found.get("tokens"):
+    values = _numbers({name: record[name] for name in ("logprob", "tokens")})
+    if "logprob" not in values or not values.get("tokens"):
         return {}
-    return {"mean_logprob": found["logprob"] / found["tokens"]}
+    return {"mean_logprob": values["logprob"] / values["tokens"]}
 
 
 def _of_response(record: Mapping[str, Any]) -> dict[str, float]:
-    found: dict[str, Any] = {"score": record.get("score")}
+    values: dict[str, Any] = {"score": record.get("score")}
     for name, value in _mapping(record.get("rewards")).items():
-        found[f"rewards/{name}"] = value
-    found[RIGHT] = record.get("correct")
-    found["length"] = record.get("length")
+        values[f"rewards/{name}"] = value
+    values[RIGHT] = record.get("correct")
+    values["length"] = record.get("length")
     if "finish_reason" in record:
-        found["truncated"] = float(record["finish_reason"] == "length")
-    found["turns"] = record.get("turns")
-    return _numbers(found)
+        values["truncated"] = float(record["finish_reason"] == "length")
+    values["turns"] = record.get("turns")
+    return _numbers(values)
 
 
 def _of_pair(record: Mapping[str, Any]) -> dict[str, float]:
@@ -286,12 +288,12 @@ def _of_pair(record: Mapping[str, Any]) -> dict[str, float]:
     if not margins:
         return {}
     right = {head: (1 + (gap > 0) - (gap < 0)) / 2 for head, gap in margins.items()}
-    found = {"accuracy": math.fsum(right.values()) / len(right)}
-    found["margin"] = math.fsum(margins.values()) / len(margins)
+    values = {"accuracy": math.fsum(right.values()) / len(right)}
+    values["margin"] = math.fsum(margins.values()) / len(margins)
     if len(_mapping(record["labels"])) > 1:
-        found |= {f"accuracy/{head}": value for head, value in right.items()}
-        found |= {f"margin/{head}": value for head, value in margins.items()}
-    return found
+        values |= {f"accuracy/{head}": value for head, value in right.items()}
+        values |= {f"margin/{head}": value for head, value in margins.items()}
+    return values
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

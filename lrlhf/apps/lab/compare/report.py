@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from lrlhf.apps.lab.compare import sentences
 from lrlhf.apps.lab.compare.comparison import (
-    Comparison,
     Match,
     Row,
+    RunComparison,
     Side,
     compare_sides,
     correct_for_several,
 )
 from lrlhf.apps.lab.compare.configs import ConfigDiff, config_diff, same_seeds
 from lrlhf.apps.lab.compare.evaluations import read_evaluation
-from lrlhf.apps.lab.run_files import RunFiles, whole_lines
+from lrlhf.apps.lab.report_files import plain_json
+from lrlhf.apps.lab.run_files import RunFiles
 from lrlhf.secrets import escaped
 
 _SECONDS = "_s"
@@ -58,12 +57,17 @@ def cost_of(folder: Path) -> Cost:
     Raises:
         ValueError: A file is damaged; names it.
     """
-    metrics, timings = (_columns(folder / name) for name in ("metrics.csv", "timings.csv"))
-    steps = int(max(metrics["step"])) if metrics.get("step") else None
-    columns = metrics | timings
+    run = RunFiles(folder)
+    curves = run.curves()
+    steps = max((step for curve in curves.values() for step in curve), default=None)
+    columns = {
+        name: finite
+        for name, curve in curves.items()
+        if (finite := [*filter(math.isfinite, curve.values())])
+    }
     peaks = [max(own) / _GIB for name, own in columns.items() if name.endswith(_PEAK)]
     peaks += columns.get(_OWN_PEAK, [])
-    lengths = [record.get("length") for record in RunFiles(folder).responses()]
+    lengths = [record.get("length") for record in run.responses()]
     counted = [length for length in lengths if isinstance(length, int)]
     return Cost(
         steps=steps,
@@ -84,29 +88,10 @@ def _is_phase(name: str) -> bool:
     return name.startswith("perf/") and name.endswith(_SECONDS) and not name.endswith("_per_s")
 
 
-def _columns(path: Path) -> dict[str, list[float]]:
-    """Return the finite numbers of each column; of a file that is not there: nothing."""
-    found: dict[str, list[float]] = {}
-    if not path.exists():
-        return found
-    lines = (line.decode() for _, line in whole_lines(path))
-    for row in csv.DictReader(lines):
-        for name, cell in row.items():
-            if not cell:
-                continue
-            try:
-                value = float(cell)
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"{path}: {name} is '{cell}', which is no number") from error
-            if math.isfinite(value):
-                found.setdefault(name, []).append(value)
-    return found
-
-
 class Report(NamedTuple):
     """One or several sides against the same one."""
 
-    comparisons: list[Comparison]
+    comparisons: list[RunComparison]
     costs: dict[str, Cost]
     """By folder of the run."""
     configs: list[ConfigDiff]
@@ -156,8 +141,8 @@ def compare_runs(
     for name, folders in sides.items():
         read.append(Side(name, []))
         for folder in folders:
-            found = read_evaluation(folder, step, metric, temperature)
-            read[-1].evaluations.append(found)
+            evaluation = read_evaluation(folder, step, metric, temperature)
+            read[-1].evaluations.append(evaluation)
             temperature = read[0].evaluations[0].temperature
     comparisons = correct_for_several(
         [
@@ -187,8 +172,8 @@ def notes(report: Report, step: str) -> Iterator[str]:
             "them, and most the run with the most evaluations."
         )
     for side in report.sides.values():
-        for told in same_seeds(side):
-            yield f"The same seed twice: {told}. Runs of one side are to differ in their seeds."
+        for note in same_seeds(side):
+            yield f"The same seed twice: {note}. Runs of one side are to differ in their seeds."
 
 
 def _text(text: str, style: str = "") -> Text:
@@ -201,7 +186,9 @@ def _parts(report: Report, step: str) -> Iterator[RenderableType]:
         yield _text(sentences.answer(one, *letters), style="bold")
     yield _text("")
     for letter, side in report.sides.items():
-        runs = ", ".join(f"{one.folder} (step {one.step})" for one in side.evaluations)
+        runs = ", ".join(
+            f"{evaluation.folder} (step {evaluation.step})" for evaluation in side.evaluations
+        )
         yield _text(f"{letter}: {runs}")
     for one, letters, diff in zip(report.comparisons, report.letters, report.configs, strict=True):
         yield _text("")
@@ -229,28 +216,28 @@ def _print_costs(rows: Sequence[Sequence[Any]], console: Console) -> None:
     console.print(table, width=width, crop=False)
 
 
-def _metrics(found: Comparison, letters: tuple[str, str]) -> Table:
+def _metrics(comparison: RunComparison, letters: tuple[str, str]) -> Table:
     title = f"{letters[1]} against {letters[0]}"
     table = Table(title=title, title_justify="left", caption_justify="left", box=None)
     table.add_column("metric", overflow="fold", min_width=10)
     for name in ("prompts", *letters, "difference", "95 % interval", "p"):
         table.add_column(name, justify="right", no_wrap=True)
-    for row in (found.main, *found.others, *found.subsets):
+    for row in (comparison.main, *comparison.others, *comparison.subsets):
         name = row.subset or row.metric
-        style = "bold" if row is found.main else ""
+        style = "bold" if row is comparison.main else ""
         table.add_row(_text(name), f"{row.prompts:,}", *sentences.cells(row), style=style)
-    table.caption = family_note(found)
+    table.caption = family_note(comparison)
     return table
 
 
-def family_note(found: Comparison) -> str:
+def family_note(comparison: RunComparison) -> str:
     """Say which p-values are corrected for which tests."""
-    count = len(found.others) + len(found.subsets)
+    count = len(comparison.others) + len(comparison.subsets)
     if not count:
         return ""
-    what = f"{found.main.metric}: one test"
-    if found.main.adjusted_p != found.main.difference.p_value:
-        what = f"{found.main.metric}: corrected for the sides compared with A"
+    what = f"{comparison.main.metric}: one test"
+    if comparison.main.adjusted_p != comparison.main.difference.p_value:
+        what = f"{comparison.main.metric}: corrected for the sides compared with A"
     tests = "test" if count == 1 else f"{count} tests"
     return f"p of {what}; of the other {tests} corrected together (Holm). Intervals are not."
 
@@ -269,7 +256,7 @@ def _table(rows: Sequence[Sequence[Any]], *, left: bool = False) -> Table:
         justify: Literal["left", "right"] = "left" if left or not index else "right"
         table.add_column(name, overflow="fold", justify=justify, min_width=len(name))
     for row in rows[1:]:
-        table.add_row(*(_text(one if isinstance(one, str) else _shown(one)) for one in row))
+        table.add_row(*(_text(each if isinstance(each, str) else _shown(each)) for each in row))
     return table
 
 
@@ -288,9 +275,9 @@ def config_sentences(diff: ConfigDiff) -> Iterator[str]:
 def cost_rows(report: Report) -> list[list[Any]]:
     """Return headings and a row per run, without the columns that no run knows."""
     rows = {
-        f"{letter} {one.folder}": report.costs[str(one.folder)]
+        f"{letter} {evaluation.folder}": report.costs[str(evaluation.folder)]
         for letter, side in report.sides.items()
-        for one in side.evaluations
+        for evaluation in side.evaluations
     }
     columns: dict[str, list[Any]] = {
         "steps": [cost.steps for cost in rows.values()],
@@ -301,7 +288,7 @@ def cost_rows(report: Report) -> list[list[Any]]:
     for phase in dict.fromkeys(name for cost in rows.values() for name in cost.seconds):
         columns[f"{phase} s"] = [cost.seconds.get(phase) for cost in rows.values()]
     columns["peak GiB"] = [cost.peak_gib for cost in rows.values()]
-    known = {name: own for name, own in columns.items() if any(one is not None for one in own)}
+    known = {name: own for name, own in columns.items() if any(each is not None for each in own)}
     return [["run", *known], *([run, *own] for run, own in _rows(list(rows), known))]
 
 
@@ -332,46 +319,37 @@ def as_json(report: Report, *, step: str = "last") -> dict[str, Any]:
             "main": _row(one.main),
             "others": [_row(row) for row in one.others],
             "subsets": [_row(row) for row in one.subsets],
-            "power": None if one.power is None else _plain(one.power),
-            "config": _plain(diff),
+            "power": None if one.power is None else plain_json(one.power),
+            "config": plain_json(diff),
             "prompts": list(_prompts(one)),
         }
         for one, letters, diff in zip(
             report.comparisons, report.letters, report.configs, strict=True
         )
     ]
-    costs = {folder: _plain(cost) for folder, cost in report.costs.items()}
+    costs = {folder: plain_json(cost) for folder, cost in report.costs.items()}
     return {"comparisons": comparisons, "costs": costs, "notes": list(notes(report, step))}
 
 
 def _side(side: Side) -> dict[str, Any]:
-    runs = [{"folder": str(one.folder), "step": one.step} for one in side.evaluations]
+    runs = [
+        {"folder": str(evaluation.folder), "step": evaluation.step}
+        for evaluation in side.evaluations
+    ]
     return {"name": side.name, "runs": runs}
 
 
 def _row(row: Row) -> dict[str, Any]:
-    found: dict[str, Any] = _plain(row)
-    return found
+    plain_row: dict[str, Any] = plain_json(row)
+    return plain_row
 
 
-def _prompts(found: Comparison) -> Iterator[dict[str, Any]]:
+def _prompts(comparison: RunComparison) -> Iterator[dict[str, Any]]:
     """Yield the main metric of each prompt, the mean over samples of each run."""
-    a, b = found.matched.values[found.main.metric]
-    for index, prompt in enumerate(found.matched.prompts):
+    a, b = comparison.matched.values[comparison.main.metric]
+    for index, prompt in enumerate(comparison.matched.prompts):
         yield {
             "key": list(prompt.key),
-            "a": _plain(a[:, index].tolist()),
-            "b": _plain(b[:, index].tolist()),
+            "a": plain_json(a[:, index].tolist()),
+            "b": plain_json(b[:, index].tolist()),
         }
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "_asdict"):
-        value = value._asdict()
-    if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from lrlhf.apps.lab.compare.comparison import Comparison, Power, Row
+from lrlhf.apps.lab.compare.comparison import Power, Row, RunComparison
 from lrlhf.statistics import Estimate
 from lrlhf.statistics.intervals import unseen_share
 from lrlhf.statistics.paired import fewest_prompts
@@ -19,11 +19,11 @@ _SUBJECTS = {"accuracy": "pairs", "margin": "pairs", "mean_logprob": "texts"}
 """What metrics are of, if not of prompts."""
 
 
-def answer(found: Comparison, a: str = "A", b: str = "B") -> str:
+def answer(comparison: RunComparison, a: str = "A", b: str = "B") -> str:
     """Say in one sentence which side is better, by how much, and of what this speaks."""
-    row = found.main
+    row = comparison.main
     what = _SUBJECTS.get(row.metric.partition("/")[0], "prompts")
-    return f"{_verdict(row, a, b)} on these {row.prompts:,} {what}; {scope(found, a, b)}."
+    return f"{_verdict(row, a, b)} on these {row.prompts:,} {what}; {scope(comparison, a, b)}."
 
 
 def _verdict(row: Row, a: str, b: str) -> str:
@@ -32,16 +32,16 @@ def _verdict(row: Row, a: str, b: str) -> str:
     size = amount(abs(row.difference.value), row)
     up = row.difference.value > 0
     # of a loss it says whose difference it is: the size before it has no sign
-    told = f"{'' if up else f'{b} − {a}: '}{_interval(row)}, {probability(row)}"
+    sentence = f"{'' if up else f'{b} − {a}: '}{_interval(row)}, {probability(row)}"
     if row.adjusted_p > _LEVEL:
         way = "above" if up else "below"
         return (
             f"No difference in {row.metric} is shown between {a} and {b}: {b} is {size} {way} {a} "
-            f"({told})"
+            f"({sentence})"
         )
     if plain_name(row.metric) in _NEUTRAL:
-        return f"{b} has {'more' if up else 'less'} {row.metric} than {a} by {size} ({told})"
-    return f"{b} is {'better' if up else 'worse'} than {a} by {size} ({told})"
+        return f"{b} has {'more' if up else 'less'} {row.metric} than {a} by {size} ({sentence})"
+    return f"{b} is {'better' if up else 'worse'} than {a} by {size} ({sentence})"
 
 
 def _interval(row: Row) -> str:
@@ -53,9 +53,9 @@ def _interval(row: Row) -> str:
     return f"95 % interval {plain(low * scale, row)} to {plain(high * scale, row)}"
 
 
-def scope(found: Comparison, a: str = "A", b: str = "B") -> str:
+def scope(comparison: RunComparison, a: str = "A", b: str = "B") -> str:
     """Say of what the main result speaks: of checkpoints, or of recipes."""
-    first, second = found.seeds
+    first, second = comparison.seeds
     if first == second == 1:
         return "one seed each: this speaks of these two checkpoints, not of the recipes"
     if min(first, second) > 1:
@@ -68,10 +68,10 @@ def scope(found: Comparison, a: str = "A", b: str = "B") -> str:
     )
 
 
-def notes(found: Comparison, a: str = "A", b: str = "B") -> Iterator[str]:
+def notes(comparison: RunComparison, a: str = "A", b: str = "B") -> Iterator[str]:
     """Say what one should know before one believes the figures."""
-    yield from _left_out(found)
-    row, matched = found.main, found.matched
+    yield from _left_out(comparison)
+    row, matched = comparison.main, comparison.matched
     if matched.by == "text":
         yield "Prompts were matched by their text."
     if max(matched.samples) > 1:
@@ -79,44 +79,46 @@ def notes(found: Comparison, a: str = "A", b: str = "B") -> Iterator[str]:
             f"The samples of a prompt ({matched.samples[0]} and {matched.samples[1]}) are "
             "averaged, or judged together: they are no further prompts."
         )
-    steps = [sorted({one.step for one in side.evaluations}) for side in (found.a, found.b)]
+    steps = [
+        sorted({each.step for each in side.evaluations}) for side in (comparison.a, comparison.b)
+    ]
     if steps[0] != steps[1]:
-        first, second = (", ".join(map(str, one)) for one in steps)
+        first, second = (", ".join(map(str, step)) for step in steps)
         yield f"Evaluations after different steps: {a} step {first}, {b} step {second}."
-    if found.seeds == (1, 1) and row.differing < min(_FEW, row.prompts):
+    if comparison.seeds == (1, 1) and row.differing < min(_FEW, row.prompts):
         few = f"{b} and {a} differ on {row.differing} of {row.prompts:,} prompts only"
         share = 100 * unseen_share(row.prompts)
         unseen = f"they could still differ on up to {share:.2g} % of such prompts"
         yield f"{few}; {'the interval rests on these few' if row.differing else unseen}."
-    if found.power is None:
+    if comparison.power is None:
         yield (
             "What such an evaluation could find is not known: that takes differences that vary, "
             f"and with one seed each at least {fewest_prompts()} prompts."
         )
 
 
-def _left_out(found: Comparison) -> Iterator[str]:
-    for folder, count in found.matched.unmatched.items():
+def _left_out(comparison: RunComparison) -> Iterator[str]:
+    for folder, count in comparison.matched.unmatched.items():
         if count:
             yield f"{count:,} of the prompts of {folder} are not in all runs, and were left out."
-    for row in (found.main, *found.others):
+    for row in (comparison.main, *comparison.others):
         if row.left_out:
             yield f"{row.metric}: {row.left_out:,} prompts without a value in all runs left out."
-    for name in found.empty:
+    for name in comparison.empty:
         yield f"{name}: no prompt has a value in all runs."
 
 
-def wins_and_losses(found: Comparison, a: str = "A", b: str = "B") -> str:
+def wins_and_losses(comparison: RunComparison, a: str = "A", b: str = "B") -> str:
     """Say how often B does better than A on the same prompt."""
-    row = found.main
-    told = (
+    row = comparison.main
+    sentence = (
         f"{b} against {a}, prompt by prompt: {row.wins.wins:.1%} wins, {row.wins.ties:.1%} ties, "
         f"{row.wins.losses:.1%} losses"
     )
     if row.wins.net == row.difference:  # right or wrong, once each
-        return f"{told}."
+        return f"{sentence}."
     net = f"{row.wins.net.value * 100:+.1f} points".replace("-", "−")
-    return f"{told}; wins less losses {net} ({_net(row.wins.net)})."
+    return f"{sentence}; wins less losses {net} ({_net(row.wins.net)})."
 
 
 def _net(net: Estimate) -> str:
@@ -125,26 +127,26 @@ def _net(net: Estimate) -> str:
     return f"95 % interval {100 * net.low:.1f} to {100 * net.high:.1f}".replace("-", "−")
 
 
-def power_sentence(found: Comparison, seen: Power) -> str:
+def power_sentence(comparison: RunComparison, seen: Power) -> str:
     """Say what this evaluation could see."""
-    seeds = "" if max(found.seeds) == 1 else f" and {_seeds(found.seeds)}"
+    seeds = "" if max(comparison.seeds) == 1 else f" and {_seeds(comparison.seeds)}"
     return (
-        f"With {found.main.prompts:,} prompts{seeds} a difference of "
-        f"{amount(seen.detectable, found.main)} would be found in 80 % of evaluations."
+        f"With {comparison.main.prompts:,} prompts{seeds} a difference of "
+        f"{amount(seen.detectable, comparison.main)} would be found in 80 % of evaluations."
     )
 
 
-def needs(found: Comparison, seen: Power) -> list[list[str]]:
+def needs(comparison: RunComparison, seen: Power) -> list[list[str]]:
     """Return headings and rows: how many prompts, or seeds, find a difference as often."""
     prompts, seeds = "prompts", "seeds each"
-    if max(found.seeds) > 1:
-        prompts += f" with {_seeds(found.seeds)}"
-        seeds += f" with {found.main.prompts:,} prompts"
-    several = min(found.seeds) > 1
+    if max(comparison.seeds) > 1:
+        prompts += f" with {_seeds(comparison.seeds)}"
+        seeds += f" with {comparison.main.prompts:,} prompts"
+    several = min(comparison.seeds) > 1
     rows = [
-        [amount(one.difference, found.main), _number(one.prompts)]
-        + ([_number(one.seeds)] if several else [])
-        for one in seen.needs
+        [amount(need.difference, comparison.main), _number(need.prompts)]
+        + ([_number(need.seeds)] if several else [])
+        for need in seen.needs
     ]
     return [["to find", prompts, *([seeds] if several else [])], *rows]
 
@@ -160,10 +162,10 @@ def _seeds(seeds: tuple[int, int]) -> str:
 def probability(row: Row) -> str:
     """Say the p-value; of several comparisons also the corrected one."""
     p = row.difference.p_value
-    told = f"p = {p:.2g}" if p >= 0.001 else "p < 0.001"
+    sentence = f"p = {p:.2g}" if p >= 0.001 else "p < 0.001"
     if row.adjusted_p != p:
-        told += f", {row.adjusted_p:.2g} after Holm's correction"
-    return told
+        sentence += f", {row.adjusted_p:.2g} after Holm's correction"
+    return sentence
 
 
 def amount(value: float, row: Row) -> str:

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lrlhf.apps.lab.page.page import packed, write_document
-from lrlhf.apps.lab.run_files import RunFiles, record_of, records, whole_lines
+from lrlhf.apps.lab.report_files import plain_json
+from lrlhf.apps.lab.run_files import RunFiles, complete_lines, record_of, records
 from lrlhf.media import MediaError, MediaOptions, read_image
 
 _STEP = re.compile(rb'\{"step": (\d+)[,}]')
@@ -48,7 +49,7 @@ def counted(source: Source) -> Counted:
     """Look through a file without reading its texts."""
     lines: dict[int, list[int]] = defaultdict(list)
     with_tokens = set()
-    for number, line in whole_lines(source.path):
+    for number, line in complete_lines(source.path):
         lines[_step_of(line, source.path, number)].append(number)
         # in a text the quotes would be escaped
         if _HAS_TOKENS in line:
@@ -62,10 +63,10 @@ def chosen_lines(files: Sequence[Counted], count: int) -> list[set[int]]:
     Steps with fewer lines give what they have. Of two evaluations with equally many lines the same
     are chosen, so that prompts can be followed; one line with token values is in every choice.
     """
-    places = [(index, step) for index, file in enumerate(files) for step in file.lines]
-    shares = even_shares([len(files[index].lines[step]) for index, step in places], count)
+    positions = [(index, step) for index, file in enumerate(files) for step in file.lines]
+    shares = even_shares([len(files[index].lines[step]) for index, step in positions], count)
     chosen: list[set[int]] = [set() for _ in files]
-    for (index, step), share in zip(places, shares, strict=True):
+    for (index, step), share in zip(positions, shares, strict=True):
         numbers, with_tokens = files[index].lines[step], files[index].with_tokens
         first = next((number for number in numbers if number in with_tokens), None)
         order = sorted(range(len(numbers)), key=lambda at: (numbers[at] != first, at * _GOLDEN % 1))
@@ -79,12 +80,12 @@ def even_shares(sizes: Sequence[int], total: int) -> list[int]:
     Fewer than there are parts are taken at even distances.
     """
     level = _level(sizes, total)
-    shares, wanted, taken = [], 0.0, 0
+    shares, exact, assigned = [], 0.0, 0
     for size in sizes:
-        wanted += min(size, level)
-        share = min(size, math.floor(wanted + 1e-6) - taken)
+        exact += min(size, level)
+        share = min(size, math.floor(exact + 1e-6) - assigned)
         shares.append(share)
-        taken += share
+        assigned += share
     return shares
 
 
@@ -105,7 +106,7 @@ def read_chosen(file: Counted, chosen: set[int]) -> Iterator[dict[str, Any]]:
     Raises:
         ValueError: A line is no JSON object; names file and line.
     """
-    for number, line in whole_lines(file.source.path):
+    for number, line in complete_lines(file.source.path):
         if number in chosen:
             yield record_of(line, file.source.path, number)
 
@@ -143,7 +144,9 @@ class Texts:
 
     def json_number(self, value: Any) -> int:
         """Return the number of a value as JSON; of one that is empty: `NOTHING`."""
-        return NOTHING if value in (None, "", [], {}) else self.number(json.dumps(plain(value)))
+        return (
+            NOTHING if value in (None, "", [], {}) else self.number(json.dumps(plain_json(value)))
+        )
 
 
 def short_number(value: Any) -> float | int | None:
@@ -153,15 +156,6 @@ def short_number(value: Any) -> float | int | None:
     if not isinstance(value, float) or not math.isfinite(value):
         return None
     return float(f"{value:.{_DIGITS}g}")
-
-
-def plain(value: Any) -> Any:
-    """Return a value that JSON has read, with None for the numbers that browsers refuse."""
-    if isinstance(value, dict):
-        return {key: plain(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [plain(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 _BINS = 10
@@ -180,7 +174,7 @@ _OWN = {
 _OWN |= {"scores1", "margins", "info", "media"}
 
 
-class Judged(NamedTuple):
+class LabelledMargin(NamedTuple):
     """What one head made of one pair that people have judged."""
 
     margin: float
@@ -196,7 +190,7 @@ class Judged(NamedTuple):
         return self.margin * self.label
 
 
-def judged_pairs(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Judged]]]:
+def labelled_pairs(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, LabelledMargin]]]:
     """Yield the pairs of an evaluation, and by head those that are labelled and not equal.
 
     Raises:
@@ -210,12 +204,12 @@ def judged_pairs(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Judged]
         length = None
         if isinstance(first, str) and isinstance(second, str):
             length = len(first) - len(second)
-        found = {
-            head: Judged(margin, labels[head], length)
+        margins_of = {
+            head: LabelledMargin(margin, labels[head], length)
             for head, value in margins.items()
             if (margin := short_number(value)) is not None and labels.get(head) in (1, -1)
         }
-        yield record, found
+        yield record, margins_of
 
 
 def page_of(path: Path, count: int, texts: Texts) -> list[dict[str, Any]]:
@@ -231,13 +225,13 @@ def page_of(path: Path, count: int, texts: Texts) -> list[dict[str, Any]]:
     Raises:
         ValueError: A line is no pair; names file and line.
     """
-    judged: dict[str, dict[str, list[Judged]]] = {}
+    margins: dict[str, dict[str, list[LabelledMargin]]] = {}
     worst: dict[str, list[float]] = {}
-    for record, by_head in judged_pairs(path):
+    for record, by_head in labelled_pairs(path):
         name = _set_of(record)
         least = min((pair.signed for pair in by_head.values()), default=math.inf)
         worst.setdefault(name, []).append(least)
-        heads = judged.setdefault(name, {})
+        heads = margins.setdefault(name, {})
         for head, pair in by_head.items():
             heads.setdefault(head, []).append(pair)
     shares = even_shares([len(own) for own in worst.values()], count)
@@ -246,7 +240,7 @@ def page_of(path: Path, count: int, texts: Texts) -> list[dict[str, Any]]:
     }
     shown: dict[str, list[dict[str, Any]]] = {name: [] for name in worst}
     numbers: Counter[str] = Counter()
-    for record, _ in judged_pairs(path):
+    for record, _ in labelled_pairs(path):
         name = _set_of(record)
         if numbers[name] in chosen[name]:
             shown[name].append(_row(record, texts))
@@ -256,7 +250,7 @@ def page_of(path: Path, count: int, texts: Texts) -> list[dict[str, Any]]:
             "set": name,
             "total": len(worst[name]),
             "pairs": shown[name],
-            "heads": {head: head_statistics(pairs) for head, pairs in judged[name].items()},
+            "heads": {head: head_statistics(pairs) for head, pairs in margins[name].items()},
         }
         for name in worst
     ]
@@ -266,7 +260,7 @@ def _set_of(record: Mapping[str, Any]) -> str:
     return str(record.get("set", record.get("dataloader", "")))
 
 
-def head_statistics(pairs: Sequence[Judged]) -> dict[str, Any]:
+def head_statistics(pairs: Sequence[LabelledMargin]) -> dict[str, Any]:
     """Return what the labelled pairs say of a head.
 
     ``accuracy``: the share of pairs in which the better candidate has the higher score, where equal
@@ -276,10 +270,10 @@ def head_statistics(pairs: Sequence[Judged]) -> dict[str, Any]:
     the two, weighted by pairs. ``length``: shares of pairs in which model and people prefer the
     longer text, and the correlation of margin and difference in length.
     """
-    bins: list[list[Judged]] = [[] for _ in range(_BINS)]
+    bins: list[list[LabelledMargin]] = [[] for _ in range(_BINS)]
     for pair in pairs:
-        place = int((_sigmoid(abs(pair.margin)) - 0.5) * 2 * _BINS)
-        bins[min(place, _BINS - 1)].append(pair)
+        bin_index = int((_sigmoid(abs(pair.margin)) - 0.5) * 2 * _BINS)
+        bins[min(bin_index, _BINS - 1)].append(pair)
     calibration = [
         {
             "pairs": len(part),
@@ -299,16 +293,19 @@ def head_statistics(pairs: Sequence[Judged]) -> dict[str, Any]:
     }
 
 
-def _length_bias(pairs: Sequence[Judged]) -> dict[str, Any] | None:
-    told = [(pair, pair.length) for pair in pairs if pair.length]
-    if not told:
+def _length_bias(pairs: Sequence[LabelledMargin]) -> dict[str, Any] | None:
+    with_length = [(pair, pair.length) for pair in pairs if pair.length]
+    if not with_length:
         return None
-    margins, lengths = [pair.margin for pair, _ in told], [length for _, length in told]
+    margins, lengths = (
+        [pair.margin for pair, _ in with_length],
+        [length for _, length in with_length],
+    )
     varied = min(len(set(margins)), len(set(lengths))) > 1
     return {
-        "pairs": len(told),
-        "model_prefers_longer": _share_won(pair.margin * length for pair, length in told),
-        "people_prefer_longer": _share_won(pair.label * length for pair, length in told),
+        "pairs": len(with_length),
+        "model_prefers_longer": _share_won(pair.margin * length for pair, length in with_length),
+        "people_prefer_longer": _share_won(pair.label * length for pair, length in with_length),
         "correlation": statistics.correlation(margins, lengths) if varied else None,
     }
 
@@ -388,7 +385,7 @@ class Responses:
         numbers = ((key, texts.json_number(value)) for key, value in more)
         self._fill(self._more, numbers, NOTHING)
         if _are_tokens(tokens := record.get("tokens")):
-            self._tokens[self.size] = plain(tokens)
+            self._tokens[self.size] = plain_json(tokens)
         self.size += 1
 
     def _fill(
@@ -401,7 +398,6 @@ class Responses:
             column.extend([missing] * (self.size + 1 - len(column)))
 
     def page_data(self) -> dict[str, Any]:
-        """Return what the page reads."""
         return {
             "size": self.size,
             "columns": self._columns,
@@ -528,7 +524,7 @@ def run_sources(run: RunFiles, index: int) -> RunSources:
 def page_data(
     runs: Sequence[RunSources],
     names: Sequence[str],
-    found: Sequence[Counted],
+    files: Sequence[Counted],
     count: int,
     media_root: str | Path | None = None,
 ) -> dict[str, Any]:
@@ -537,7 +533,7 @@ def page_data(
     Args:
         runs: The runs.
         names: What the page calls them.
-        found: Their files of responses.
+        files: Their files of responses.
         count: Responses, and pairs, at most.
         media_root: See `write_inspector`.
 
@@ -546,7 +542,7 @@ def page_data(
     """
     texts = Texts()
     responses = Responses(texts)
-    for file, chosen in zip(found, chosen_lines(found, count), strict=True):
+    for file, chosen in zip(files, chosen_lines(files, count), strict=True):
         for record in read_chosen(file, chosen):
             responses.add(file.source, record)
     evaluations = _evaluations(runs, count, texts)
@@ -560,7 +556,7 @@ def page_data(
         if number != NOTHING:
             thumbnails.add_json(texts.all[number])
     curves = [_curves(run.files) for run in runs]
-    total = sum(len(numbers) for file in found for numbers in file.lines.values())
+    total = sum(len(numbers) for file in files for numbers in file.lines.values())
     return {
         "runs": [
             {"name": name, "folder": str(run.files.folder), "curves": shown}
@@ -596,13 +592,13 @@ def _outside(count: int) -> Iterator[str]:
 
 def _evaluations(runs: Sequence[RunSources], count: int, texts: Texts) -> list[dict[str, Any]]:
     """Return the evaluations of reward models by validation set, each with a share of the pairs."""
-    places = [
+    positions = [
         (index, step, path) for index, run in enumerate(runs) for step, path in run.pairs.items()
     ]
-    each = max(1, count // max(1, len(places)))
+    each = max(1, count // max(1, len(positions)))
     return [
         {"run": index, "step": step, **of_set}
-        for index, step, path in places
+        for index, step, path in positions
         for of_set in page_of(path, each, texts)
     ]
 
@@ -616,15 +612,15 @@ def _curves(run: RunFiles) -> tuple[dict[str, Any], int]:
         steps = sorted(curve)
         every = -(-len(steps) // _POINTS)
         # counted from the end: the last value is always there
-        kept = steps[::-1][:: max(1, every)][::-1]
-        shown[name] = {"steps": kept, "values": [short_number(curve[step]) for step in kept]}
+        thinned = steps[::-1][:: max(1, every)][::-1]
+        shown[name] = {"steps": thinned, "values": [short_number(curve[step]) for step in thinned]}
     return shown, longest
 
 
 def _left_out(what: str, shown: int, total: int, of_each: str = "") -> Iterator[str]:
     if shown < total:
-        told = f"{shown:,} of {total:,} {what} are in this page"
-        yield f"{told}, evenly many of {of_each}." if of_each else f"{told}."
+        note = f"{shown:,} of {total:,} {what} are in this page"
+        yield f"{note}, evenly many of {of_each}." if of_each else f"{note}."
 
 
 def _thinned(points: int) -> Iterator[str]:
@@ -671,14 +667,14 @@ def write_inspector(
     """
     names = _names([Path(run) for run in runs])
     read = [run_sources(RunFiles(run), index) for index, run in enumerate(runs)]
-    found = [counted(source) for run in read for source in run.responses]
+    files = [counted(source) for run in read for source in run.responses]
     count = max_responses or _RESPONSES
     while True:
-        data = page_data(read, names, found, count, media_root)
+        data = page_data(read, names, files, count, media_root)
         content = packed(data)
         if max_responses is not None or len(content) <= _DATA_BYTES or count == 1:
             break
-        pairs = sum(len(one["pairs"]) for one in data["evaluations"])
+        pairs = sum(len(each["pairs"]) for each in data["evaluations"])
         shown = max(data["responses"]["size"], pairs) or count
         count = max(1, int(min(count, shown) * 0.9 * _DATA_BYTES / len(content)))
     path = write_document(
@@ -696,9 +692,9 @@ def write_inspector(
 
 def _names(runs: Sequence[Path]) -> list[str]:
     """Name runs after their folders, with as many parents as it takes to tell them apart."""
-    whole = [run.resolve().parts for run in runs]
-    for depth in range(1, max(map(len, whole)) + 1):
-        names = ["/".join(parts[-depth:]) for parts in whole]
+    resolved = [run.resolve().parts for run in runs]
+    for depth in range(1, max(map(len, resolved)) + 1):
+        names = ["/".join(parts[-depth:]) for parts in resolved]
         if len(set(names)) == len(names):
             return names
     raise ValueError(f"a run is named twice among {', '.join(map(str, runs))}: name each once")

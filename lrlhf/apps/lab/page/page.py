@@ -78,10 +78,10 @@ def plotly_source() -> str:
         ImportError: plotly is not installed; says how to install it.
     """
     try:
-        found = files("plotly").joinpath("package_data", "plotly.min.js")
+        script = files("plotly").joinpath("package_data", "plotly.min.js")
     except ModuleNotFoundError as error:
         raise ImportError("charts in a page need plotly: pip install 'lrlhf[plots]'") from error
-    return found.read_text(encoding="utf-8")
+    return script.read_text(encoding="utf-8")
 
 
 @cache

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lrlhf.apps.lab.page import Chart, Number, Section, Table, Text, write_page
+from lrlhf.apps.lab.report_files import plain_json
 from lrlhf.apps.lab.reward_lab.responses import Response
 from lrlhf.statistics.correlation import Correlation, ranks, spearman_interval
 from lrlhf.statistics.intervals import share_interval
@@ -51,7 +52,7 @@ class Distribution(NamedTuple):
     distinct: int
 
 
-class Part(NamedTuple):
+class RewardStats(NamedTuple):
     """One reward function, or the score."""
 
     name: str
@@ -106,7 +107,7 @@ class Lab:
     prompts: int
     unit: str
     """Of lengths: ``tokens`` or ``characters``."""
-    parts: Sequence[Part]
+    parts: Sequence[RewardStats]
     """The score last."""
     correlations: Mapping[tuple[str, str], Correlation]
     """Of each two parts."""
@@ -140,15 +141,15 @@ def look_at(responses: Sequence[Response], unit: str = "tokens") -> Lab:
     values[SCORE] = np.array([response.score for response in responses])
     lengths = np.array([response.length for response in responses], np.float64)
     members = _members([response.group for response in responses])
-    asked = [response.asked for response in responses]
-    parts = [_part(name, own, lengths, asked, members) for name, own in values.items()]
+    prompts = [response.prompt_key for response in responses]
+    parts = [_part(name, own, lengths, prompts, members) for name, own in values.items()]
     return Lab(
         responses=len(responses),
         prompts=len(members),
         unit=unit,
         parts=parts,
         correlations={
-            (one, two): spearman_interval(values[one], values[two], asked)
+            (one, two): spearman_interval(values[one], values[two], prompts)
             for one, two in combinations(names, 2)
         },
         facts=_facts(names, values, lengths),
@@ -174,9 +175,9 @@ def _part(
     name: str,
     values: Values,
     lengths: Values,
-    asked: Sequence[Hashable],
+    prompts: Sequence[Hashable],
     members: Sequence[NDArray[np.intp]],
-) -> Part:
+) -> RewardStats:
     missing = np.isnan(values)
     there = values[~missing]
     compared = [rows for rows in members if len(_finite(values[rows])) > 1]
@@ -185,13 +186,13 @@ def _part(
     within = sum(float(((own - own.mean()) ** 2).sum()) for own in of_groups)
     together = np.concatenate(of_groups) if of_groups else np.empty(0)
     total = float(((together - together.mean()) ** 2).sum()) if len(together) else 0.0
-    return Part(
+    return RewardStats(
         name,
-        _share(missing.tolist(), asked),
+        _share(missing.tolist(), prompts),
         _distribution(there),
         within / total if total > 0 else math.nan,
-        _share(silent, [asked[rows[0]] for rows in compared]),
-        spearman_interval(values, lengths, asked),
+        _share(silent, [prompts[rows[0]] for rows in compared]),
+        spearman_interval(values, lengths, prompts),
     )
 
 
@@ -269,7 +270,9 @@ def _short_and_high(
 def _disputed(responses: Sequence[Response], values: Mapping[str, Values]) -> list[OddRow]:
     """Return the responses of whose rank two parts disagree most."""
     shares = {
-        name: own for name, given in values.items() if len(_finite(own := _percentiles(given)))
+        name: own
+        for name, values_of in values.items()
+        if len(_finite(own := _percentiles(values_of)))
     }
     if len(shares) < 2:
         return []
@@ -280,8 +283,8 @@ def _disputed(responses: Sequence[Response], values: Mapping[str, Values]) -> li
     rows = []
     for row in _largest(gaps):
         known_of = {name: values[name][row] for name in shares if not np.isnan(values[name][row])}
-        told = ", ".join(f"{name} {value:.4g}" for name, value in known_of.items())
-        rows.append(OddRow(responses[row], float(gaps[row]), told))
+        listed = ", ".join(f"{name} {value:.4g}" for name, value in known_of.items())
+        rows.append(OddRow(responses[row], float(gaps[row]), listed))
     return rows
 
 
@@ -297,7 +300,7 @@ def _steps(
     lengths: Values,
     members: Sequence[NDArray[np.intp]],
 ) -> list[StepOfRun]:
-    numbers = np.array([-1 if one.step is None else one.step for one in responses])
+    numbers = np.array([-1 if response.step is None else response.step for response in responses])
     groups_of: dict[int, list[Values]] = defaultdict(list)
     for rows in members:
         if len(own := _finite(values[SCORE][rows])) > 1:
@@ -347,7 +350,7 @@ def as_text(lab: Lab) -> str:
 
 def as_json(lab: Lab) -> dict[str, Any]:
     """Return the report in JSON types: all figures, and the places of all rows without a value."""
-    plain: dict[str, Any] = _plain(
+    plain: dict[str, Any] = plain_json(
         {
             "what": DISCLAIMER,
             "responses": lab.responses,
@@ -360,27 +363,27 @@ def as_json(lab: Lab) -> dict[str, Any]:
             ],
             "facts": list(lab.facts),
             "without_value": {
-                name: [one.place for one in rows] for name, rows in lab.without_value.items()
+                name: [row.place for row in rows] for name, rows in lab.without_value.items()
             },
             "short_and_high": _rows_json(lab.short_and_high),
             "disputed": _rows_json(lab.disputed),
             "slowest": _rows_json(lab.slowest),
-            "times": [one._asdict() for one in lab.times],
+            "times": lab.times,
             "failures": dict(lab.failures),
-            "steps": [one._asdict() for one in lab.steps],
+            "steps": lab.steps,
         }
     )
     return plain
 
 
-def _part_json(part: Part) -> dict[str, Any]:
+def _part_json(part: RewardStats) -> dict[str, Any]:
     return {
         "name": part.name,
         **part.distribution._asdict(),
         "missing": _share_json(part.missing),
         "within_groups": part.within_groups,
         "no_signal": _share_json(part.no_signal),
-        "with_length": part.with_length._asdict(),
+        "with_length": part.with_length,
     }
 
 
@@ -391,23 +394,14 @@ def _share_json(share: Share) -> dict[str, Any]:
 def _rows_json(rows: Sequence[OddRow]) -> list[dict[str, Any]]:
     return [
         {
-            "place": one.response.place,
-            "value": one.value,
-            "detail": one.detail,
-            "prompt": one.response.prompt,
-            "completion": one.response.completion,
+            "place": row.response.place,
+            "value": row.value,
+            "detail": row.detail,
+            "prompt": row.response.prompt,
+            "completion": row.response.completion,
         }
-        for one in rows
+        for row in rows
     ]
-
-
-def _plain(value: Any) -> Any:
-    """Replace what JSON has no form for: NaN becomes null."""
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def as_page(lab: Lab, path: str | Path, title: str) -> Path:
@@ -431,7 +425,7 @@ def as_page(lab: Lab, path: str | Path, title: str) -> Path:
             Section(
                 "Time",
                 [
-                    Table(_TIME_COLUMNS, [list(one) for one in lab.times]),
+                    Table(_TIME_COLUMNS, [list(time) for time in lab.times]),
                     _odd("Slowest calls", "seconds per response", lab.slowest),
                 ],
             )
@@ -463,8 +457,8 @@ def _overview(lab: Lab) -> list[Text | Table]:
     cells = [_cells(part) for part in lab.parts]
     values, signal = slice(0, _OF_SIGNAL), slice(_OF_SIGNAL, None)
     parts.append(Table(_COLUMNS[values], [own[values] for own in cells], title="Values"))
-    told = [[own[0], *own[signal]] for own in cells]
-    parts.append(Table([_COLUMNS[0], *_COLUMNS[signal]], told, title="Signal and length"))
+    cells_of = [[own[0], *own[signal]] for own in cells]
+    parts.append(Table([_COLUMNS[0], *_COLUMNS[signal]], cells_of, title="Signal and length"))
     if correlations:
         columns = ["part", "other part", "Spearman", "95 % from", "to", "responses"]
         parts.append(Table(columns, _without_nan(correlations), title="Parts with each other"))
@@ -472,10 +466,10 @@ def _overview(lab: Lab) -> list[Text | Table]:
 
 
 def _without_nan(rows: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    return [[_plain(cell) for cell in row] for row in rows]
+    return [[plain_json(cell) for cell in row] for row in rows]
 
 
-def _histogram(lab: Lab, part: Part) -> Chart:
+def _histogram(lab: Lab, part: RewardStats) -> Chart:
     values = [value for value in lab.values[part.name].tolist() if not math.isnan(value)]
     trace = {"type": "histogram", "x": values, "nbinsx": _BINS, "name": part.name}
     layout = {"xaxis": {"title": {"text": part.name}}, "yaxis": {"title": {"text": "responses"}}}
@@ -483,15 +477,15 @@ def _histogram(lab: Lab, part: Part) -> Chart:
 
 
 def _steps_text(lab: Lab) -> list[Text | Table | Chart]:
-    steps = [one.step for one in lab.steps]
+    steps = [step.step for step in lab.steps]
     means = [
         {"type": "scatter", "mode": "lines", "name": name, "x": steps,
-         "y": [_plain(one.means[name]) for one in lab.steps]}
+         "y": [plain_json(each.means[name]) for each in lab.steps]}
         for name in lab.values
     ]  # fmt: skip
     shares = [
         {"type": "scatter", "mode": "lines", "name": what, "x": steps,
-         "y": [_plain(getattr(one, attribute)) for one in lab.steps]}
+         "y": [plain_json(getattr(item, attribute)) for item in lab.steps]}
         for what, attribute in (
             ("responses without score", "missing"), ("prompts without signal", "no_signal"),
             ("rank correlation of score and length", "with_length"),
@@ -503,8 +497,8 @@ def _steps_text(lab: Lab) -> list[Text | Table | Chart]:
 
 def _odd(title: str, what: str, rows: Sequence[OddRow]) -> Table:
     cells: list[list[Any]] = [
-        [one.value, one.response.place, one.detail, one.response.prompt, one.response.completion]
-        for one in rows
+        [row.value, row.response.place, row.detail, row.response.prompt, row.response.completion]
+        for row in rows
     ]
     return Table([what, "row", "values", "prompt", "completion"], cells, title=title)
 
@@ -514,17 +508,17 @@ def _without(name: str, rows: Sequence[Any]) -> Table:
     more = len(rows) - len(shown)
     return Table(
         ["row", "prompt", "completion"],
-        [[one.place, one.prompt, one.completion] for one in shown],
+        [[picture.place, picture.prompt, picture.completion] for picture in shown],
         title=f"Without a value of {name}",
         note=f"{more:,} more are in the JSON report." if more else "",
     )
 
 
-def _cells(part: Part) -> list[Any]:
+def _cells(part: RewardStats) -> list[Any]:
     return [
         part.name,
         _percent(part.missing),
-        *(_plain(float(value)) for value in part.distribution[:-1]),
+        *(plain_json(float(value)) for value in part.distribution[:-1]),
         part.distribution.distinct,
         _number(part.within_groups, f"{part.within_groups:.1%}"),
         _percent(part.no_signal),
@@ -537,16 +531,18 @@ def _percent(share: Share) -> Number | None:
     return _number(share.value, f"{share.value:.1%} ({low:.1%} to {high:.1%})")
 
 
-def _coefficient(found: Correlation) -> Number | None:
-    interval = "" if math.isnan(found.low) else f" ({found.low:.2f} to {found.high:.2f})"
-    return _number(found.value, f"{found.value:.2f}{interval}")
+def _coefficient(correlation: Correlation) -> Number | None:
+    interval = (
+        "" if math.isnan(correlation.low) else f" ({correlation.low:.2f} to {correlation.high:.2f})"
+    )
+    return _number(correlation.value, f"{correlation.value:.2f}{interval}")
 
 
 def _number(value: float, text: str) -> Number | None:
     return None if math.isnan(value) else Number(value, text)
 
 
-def _told(cell: Any) -> str:
+def _cell(cell: Any) -> str:
     if cell is None:
         return "-"
     if isinstance(cell, Number):
@@ -560,12 +556,12 @@ def _lines(lab: Lab) -> Iterator[str]:
         yield ""
         yield part.name
         for column, cell in zip(_COLUMNS[1:], _cells(part)[1:], strict=True):
-            yield f"  {column:<29} {_told(cell)}"
-        for one in lab.without_value[part.name][:_ROWS_IN_TEXT] if part.name != SCORE else ():
-            yield f"    no value: {one.place}: {_short(one.completion)}"
+            yield f"  {column:<29} {_cell(cell)}"
+        for each in lab.without_value[part.name][:_ROWS_IN_TEXT] if part.name != SCORE else ():
+            yield f"    no value: {each.place}: {_short(each.completion)}"
     yield from _block("parts with each other (Spearman)", [
         f"{one} and {two}: "
-        f"{'one of them does not vary' if math.isnan(found.value) else _told(_coefficient(found))}"
+        f"{'one of them does not vary' if math.isnan(found.value) else _cell(_coefficient(found))}"
         for (one, two), found in lab.correlations.items()
     ])  # fmt: skip
     yield from _block("true of every response", lab.facts)
@@ -577,11 +573,13 @@ def _lines(lab: Lab) -> Iterator[str]:
         f"{t.response_p50:.3g}, p99 {t.response_p99:.3g} ({t.calls} calls)"
         for t in lab.times
     ])  # fmt: skip
-    yield from _block(_title("steps", lab.steps, _STEPS_IN_TEXT), [
-        f"{one.step}: score {one.means[SCORE]:.4g}, without score {one.missing:.1%}, prompts "
-        f"without signal {one.no_signal:.1%}, correlation with length "
-        + ("undefined" if math.isnan(one.with_length) else f"{one.with_length:.2f}")
-        for one in _spread(lab.steps)
+    several = f", {_STEPS_IN_TEXT} of {len(lab.steps)} (--json has all)"
+    title = f"steps{several if len(lab.steps) > _STEPS_IN_TEXT else ''}"
+    yield from _block(title, [
+        f"{item.step}: score {item.means[SCORE]:.4g}, without score {item.missing:.1%}, prompts "
+        f"without signal {item.no_signal:.1%}, correlation with length "
+        + ("undefined" if math.isnan(item.with_length) else f"{item.with_length:.2f}")
+        for item in _spread(lab.steps)
     ])  # fmt: skip
     for title, rows in (
         ("slowest", lab.slowest),
@@ -599,10 +597,6 @@ def _lines(lab: Lab) -> Iterator[str]:
 def _block(title: str, lines: Sequence[str]) -> Iterator[str]:
     if lines:
         yield from ("", title, *(f"  {line}" for line in lines))
-
-
-def _title(what: str, rows: Sequence[Any], most: int) -> str:
-    return what if len(rows) <= most else f"{what}, {most} of {len(rows)} (--json has all)"
 
 
 def _spread(steps: Sequence[Any]) -> Sequence[Any]:

@@ -21,7 +21,7 @@ class Response:
     """File and line."""
     group: Hashable
     """Responses to one prompt, of one step, have the same."""
-    asked: Hashable
+    prompt_key: Hashable
     """Responses to one prompt, of whatever step, have the same: they resemble each other."""
     step: int | None
     prompt: str
@@ -50,17 +50,17 @@ def responses_of_run(folder: str | Path) -> list[Response]:
             f"{folder} has no rollouts.jsonl: the run has the callback RolloutLog switched off, or "
             "trains no policy"
         )
-    found = []
+    responses = []
     for number, record in enumerate(run.responses(), start=1):
         try:
-            found.append(_of_record(record, f"{path.name}:{number}"))
+            responses.append(_of_record(record, f"{path.name}:{number}"))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"{path}, line {number} is no record of a rollout ({type(error).__name__}: {error})"
             ) from error
-    if not found:
+    if not responses:
         raise ValueError(f"{path} is empty: there are no responses yet")
-    return found
+    return responses
 
 
 def _of_record(record: Mapping[str, Any], place: str) -> Response:
@@ -68,7 +68,7 @@ def _of_record(record: Mapping[str, Any], place: str) -> Response:
     return Response(
         place=place,
         group=group,
-        asked=(record["source"], record.get("row")) if record.get("source") else group,
+        prompt_key=(record["source"], record.get("row")) if record.get("source") else group,
         step=int(record["step"]),
         prompt=end_of(str(record["prompt"])),
         completion=beginning_of(str(record["completion"])),

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.apps.lab.reward_lab.given import GivenResponse, read_media
 from lrlhf.apps.lab.reward_lab.lab import CallTimes, Lab, OddRow
+from lrlhf.apps.lab.reward_lab.response_inputs import ResponseInput, read_media
 from lrlhf.apps.lab.reward_lab.responses import Response, beginning_of, end_of
 from lrlhf.datamodules.rows.media_rows import MediaReader
 from lrlhf.media import MediaOptions
@@ -50,7 +50,7 @@ def reads_media(rewards: Rewards) -> bool:
 
 
 def score_responses(
-    given: Sequence[GivenResponse],
+    inputs: Sequence[ResponseInput],
     rewards: Rewards,
     tokenizer: PreTrainedTokenizerBase | None,
     prompts_per_call: int = 1,
@@ -67,30 +67,30 @@ def score_responses(
     ``videos``. A column that only some rows have is None in the others.
 
     Args:
-        given: Responses; those of a group need not stand together.
+        inputs: Responses; those of a group need not stand together.
         rewards: As a config has them.
         tokenizer: The policy's; makes the token ids of responses that come without. None: lengths
             are in characters unless all have ids.
         prompts_per_call: More make the times of calls those of larger batches.
         max_steps: Last step of the run; None: it has no end.
-        media: As of `given_responses`; reads what prompts show, where a function asks for it.
+        media: As of `read_response_inputs`; reads what prompts show, where a function asks for it.
 
     Raises:
         RewardError: A function needs a column that is not there, or does not return one value per
             response.
         ValueError: A function reads token ids, and there are none, or an image is broken.
     """
-    ids = _token_ids(given, tokenizer)
+    ids = _token_ids(inputs, tokenizer)
     if ids is None and (asking := rewards.asking_for("completion_ids")):
         raise ValueError(
             f"{', '.join(asking)} reads completion_ids, which the responses lack, and there is no "
             "tokenizer to make them"
         )
-    names = dict.fromkeys(name for one in given for name in one.columns)
-    judged = {*rewards.answer_columns, *filter(rewards.asking_for, names)}
-    keys = [_column_key(one, judged) for one in given]
+    names = dict.fromkeys(name for item in inputs for name in item.columns)
+    judge_columns = {*rewards.answer_columns, *filter(rewards.asking_for, names)}
+    keys = [_column_key(each, judge_columns) for each in inputs]
     groups: dict[Hashable, list[int]] = defaultdict(list)
-    for index, response in enumerate(given):
+    for index, response in enumerate(inputs):
         groups[response.group, keys[index]].append(index)
     shows = media.options if media.processor is not None and reads_media(rewards) else None
     scored: dict[int, Response] = {}
@@ -99,14 +99,14 @@ def score_responses(
     rewards.prepare()
     try:
         for rows in _chunks(list(groups.values()), prompts_per_call):
-            own = [given[row] for row in rows]
+            own = [inputs[row] for row in rows]
             result = rewards.score(
                 [one.prompt for one in own],
                 [_completion(one) for one in own],
                 [[] if ids is None else ids[row] for row in rows],
                 _columns(own, names, max_steps, shows),
                 limited=False,
-                group_ids=[(given[row].group, keys[row]) for row in rows],
+                group_ids=[(inputs[row].group, keys[row]) for row in rows],
             )
             for failure in result.failures:
                 failures[_in_a_line(failure)] += 1
@@ -118,7 +118,7 @@ def score_responses(
                 scored[row] = Response(
                     place=one.place,
                     group=(one.group, keys[row]),
-                    asked=(one.asked, keys[row]),
+                    prompt_key=(one.prompt_key, keys[row]),
                     step=one.step,
                     prompt=end_of(_text(one.prompt)),
                     completion=beginning_of(one.completion),
@@ -128,20 +128,20 @@ def score_responses(
                 )
     finally:
         rewards.close()
-    ordered = [scored[row] for row in range(len(given))]
+    ordered = [scored[row] for row in range(len(inputs))]
     return ScoredResponses(
         ordered, timings, dict(failures), "characters" if ids is None else "tokens"
     )
 
 
-def _column_key(one: GivenResponse, names: Collection[str]) -> str:
+def _column_key(one: ResponseInput, names: Collection[str]) -> str:
     """Return what is equal for responses to one prompt: what they are judged by."""
-    judged = {name: one.columns.get(name) for name in sorted(names)}
-    return json.dumps(judged, default=str, sort_keys=True)
+    values = {name: one.columns.get(name) for name in sorted(names)}
+    return json.dumps(values, default=str, sort_keys=True)
 
 
 def _columns(
-    given: Sequence[GivenResponse],
+    inputs: Sequence[ResponseInput],
     names: Mapping[str, None],
     max_steps: int | None,
     shows: MediaOptions | None,
@@ -149,23 +149,23 @@ def _columns(
     """Return the columns of responses as a run's collector makes them.
 
     Args:
-        given: Of one call.
+        inputs: Of one call.
         names: Every column that any response has.
         max_steps: See `score_responses`.
         shows: How images and videos are read; None: nobody asks for them.
     """
     read: dict[str, dict[str, list[Any]]] = {}
     columns: list[Mapping[str, Any]] = []
-    for one in given:
+    for response in inputs:
         progress = {
-            "step": one.step or 0,
+            "step": response.step or 0,
             "max_steps": max_steps,
-            "truncated": one.truncated,
+            "truncated": response.truncated,
         }
-        key = one.refs.key
+        key = response.refs.key
         if shows is not None and key not in read:
-            read[key] = read_media(one.refs, shows)
-        columns.append({**names, **progress, **one.columns, **read.get(key, {})})
+            read[key] = read_media(response.refs, shows)
+        columns.append({**names, **progress, **response.columns, **read.get(key, {})})
     return columns
 
 
@@ -175,7 +175,7 @@ def _chunks(groups: Sequence[list[int]], size: int) -> Iterator[list[int]]:
         yield chunk
 
 
-def _completion(one: GivenResponse) -> CompletionText | CompletionTurns:
+def _completion(one: ResponseInput) -> CompletionText | CompletionTurns:
     text = CompletionText(one.segments)
     if isinstance(one.prompt, str) and one.turns is None:
         return text
@@ -183,16 +183,16 @@ def _completion(one: GivenResponse) -> CompletionText | CompletionTurns:
 
 
 def _token_ids(
-    given: Sequence[GivenResponse], tokenizer: PreTrainedTokenizerBase | None
+    inputs: Sequence[ResponseInput], tokenizer: PreTrainedTokenizerBase | None
 ) -> list[list[int]] | None:
     if tokenizer is None:
-        ids = [one.token_ids for one in given]
+        ids = [response.token_ids for response in inputs]
         return None if any(own is None for own in ids) else [list(own or ()) for own in ids]
-    missing = [index for index, one in enumerate(given) if one.token_ids is None]
+    missing = [index for index, one in enumerate(inputs) if one.token_ids is None]
     made = dict(
-        zip(missing, _encoded(tokenizer, [given[k].completion for k in missing]), strict=True)
+        zip(missing, _encoded(tokenizer, [inputs[k].completion for k in missing]), strict=True)
     )
-    return [made.get(index) or list(one.token_ids or ()) for index, one in enumerate(given)]
+    return [made.get(index) or list(one.token_ids or ()) for index, one in enumerate(inputs)]
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
@@ -222,26 +222,28 @@ def with_times(lab: Lab, scored: ScoredResponses) -> Lab:
     by_part: dict[str, list[Timing]] = defaultdict(list)
     for timing in scored.timings:
         by_part[timing.part].append(timing)
-    first: Mapping[str, Response] = {one.place: one for one in reversed(scored.responses)}
-    slowest = sorted(scored.timings, key=lambda one: -one.seconds / one.responses)[:_SLOWEST]
+    first: Mapping[str, Response] = {
+        response.place: response for response in reversed(scored.responses)
+    }
+    slowest = sorted(scored.timings, key=lambda item: -item.seconds / item.responses)[:_SLOWEST]
     return replace(
         lab,
         times=[_times(name, timings) for name, timings in by_part.items()],
         slowest=[
             OddRow(
-                first[one.place],
-                one.seconds / one.responses,
-                f"{one.part}: {one.seconds:.3g} s for {one.responses} responses",
+                first[each.place],
+                each.seconds / each.responses,
+                f"{each.part}: {each.seconds:.3g} s for {each.responses} responses",
             )
-            for one in slowest
+            for each in slowest
         ],
         failures=scored.failures,
     )
 
 
 def _times(name: str, timings: Sequence[Timing]) -> CallTimes:
-    seconds = np.array([one.seconds for one in timings])
-    each = seconds / np.array([one.responses for one in timings])
+    seconds = np.array([timing.seconds for timing in timings])
+    each = seconds / np.array([item.responses for item in timings])
     middle, late = (0.5, 0.99)
     return CallTimes(
         name,

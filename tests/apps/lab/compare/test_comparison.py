@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lrlhf.apps.lab.compare import Comparison, compare_runs
+from lrlhf.apps.lab.compare import RunComparison, compare_runs
 from lrlhf.apps.lab.compare.sentences import answer
 from lrlhf.statistics import holm
 from tests.apps.lab.compare.runs import pair, response, scored, write_run
@@ -17,7 +17,7 @@ A = [0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0]
 B = [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0]
 
 
-def compared(a: list[Any], b: list[Any], **options: Any) -> Comparison:
+def compared(a: list[Any], b: list[Any], **options: Any) -> RunComparison:
     """One run each, in folders of their own."""
     sides = {"a": [write_run("a", a)], "b": [write_run("b", b)]}
     return compare_runs(sides, **options).comparisons[0]
@@ -274,7 +274,7 @@ def sampled(row: int, rights: str, said: str = "", **changed: Any) -> list[dict[
     ]
 
 
-def rows_of(found: Comparison) -> dict[str, Any]:
+def rows_of(found: RunComparison) -> dict[str, Any]:
     return {row.metric: row for row in (found.main, *found.others)}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lrlhf.apps.lab.inspector.inspector import Judged, Texts, head_statistics, page_of
+from lrlhf.apps.lab.inspector.inspector import LabelledMargin, Texts, head_statistics, page_of
 from tests.apps.lab.inspector.runs import write_lines
 
 
@@ -18,10 +18,10 @@ def odds(probability: float) -> float:
 def test_calibration_compares_predicted_and_true_shares() -> None:
     sure, unsure = odds(0.92), odds(0.62)
     pairs = [
-        *[Judged(sure, 1, None)] * 3,
-        Judged(-sure, 1, None),  # sure, and wrong
-        Judged(-unsure, -1, None),
-        Judged(unsure, -1, None),
+        *[LabelledMargin(sure, 1, None)] * 3,
+        LabelledMargin(-sure, 1, None),  # sure, and wrong
+        LabelledMargin(-unsure, -1, None),
+        LabelledMargin(unsure, -1, None),
     ]
     told = head_statistics(pairs)
     assert told["accuracy"] == pytest.approx(4 / 6)
@@ -34,7 +34,9 @@ def test_calibration_compares_predicted_and_true_shares() -> None:
 
 
 def test_equal_and_very_different_scores_have_a_place() -> None:
-    told = head_statistics([Judged(0.0, 1, None), Judged(1e9, 1, None), Judged(-1e9, -1, None)])
+    told = head_statistics(
+        [LabelledMargin(0.0, 1, None), LabelledMargin(1e9, 1, None), LabelledMargin(-1e9, -1, None)]
+    )
     assert [part["pairs"] for part in told["calibration"]] == [1, 2]
     assert told["accuracy"] == pytest.approx(2.5 / 3)  # equal scores are right half of the time
     assert told["calibration"][0]["right"] == 0.5
@@ -42,9 +44,16 @@ def test_equal_and_very_different_scores_have_a_place() -> None:
 
 
 def test_length_bias_counts_who_prefers_the_longer_text() -> None:
-    pairs = [Judged(2.0, -1, 10), Judged(1.0, 1, 5), Judged(-3.0, 1, -15), Judged(1.0, -1, -5)]
-    told = head_statistics([*pairs, Judged(9.0, 1, 0)])["length"]  # equal lengths say nothing
-    assert head_statistics([Judged(0.0, 1, 4)])["length"]["model_prefers_longer"] == 0.5
+    pairs = [
+        LabelledMargin(2.0, -1, 10),
+        LabelledMargin(1.0, 1, 5),
+        LabelledMargin(-3.0, 1, -15),
+        LabelledMargin(1.0, -1, -5),
+    ]
+    told = head_statistics([*pairs, LabelledMargin(9.0, 1, 0)])[
+        "length"
+    ]  # equal lengths say nothing
+    assert head_statistics([LabelledMargin(0.0, 1, 4)])["length"]["model_prefers_longer"] == 0.5
     assert told["pairs"] == 4
     assert told["model_prefers_longer"] == 0.75
     assert told["people_prefer_longer"] == 0.5
@@ -53,7 +62,7 @@ def test_length_bias_counts_who_prefers_the_longer_text() -> None:
     over = sum(a * b for a, b in zip(x, y, strict=True))
     under = math.sqrt(sum(a * a for a in x) * sum(b * b for b in y))
     assert told["correlation"] == pytest.approx(over / under)
-    assert head_statistics([Judged(1.0, 1, 3)])["length"]["correlation"] is None
+    assert head_statistics([LabelledMargin(1.0, 1, 3)])["length"]["correlation"] is None
 
 
 def line(margin: float | None, label: float | None, **more: Any) -> dict[str, Any]:

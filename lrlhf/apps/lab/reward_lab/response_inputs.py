@@ -32,13 +32,13 @@ Prompt = str | tuple[Mapping[str, Any], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GivenResponse:
+class ResponseInput:
     """One response that is to be scored."""
 
     place: str
     group: Hashable
     """Responses to one prompt, of one step, have the same."""
-    asked: Hashable
+    prompt_key: Hashable
     """Responses to one prompt, of whatever step, have the same."""
     step: int | None
     prompt: Prompt
@@ -56,7 +56,7 @@ class GivenResponse:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _RecordPrompt:
     """The prompt of a row, and what goes with it."""
 
     prompt: Prompt
@@ -65,15 +65,15 @@ class _Asked:
     turns: Sequence[Mapping[str, Any]] | None
     step: int | None
     group: Hashable
-    asked: Hashable
+    prompt_key: Hashable
 
 
-def given_responses(
+def read_response_inputs(
     path: Path,
     media: MediaReader = MediaReader(),  # noqa: B008  frozen
     *,
     reads_media: bool = False,
-) -> list[GivenResponse]:
+) -> list[ResponseInput]:
     """Read responses from a file of rows (.jsonl, .json, .parquet or .csv, perhaps .gz or .zst).
 
     A row has a ``prompt`` (text or messages) with a ``completion``, or several ``completions``,
@@ -88,25 +88,25 @@ def given_responses(
     Raises:
         ValueError: A row cannot be used, or there is none; names file and row.
     """
-    found: list[GivenResponse] = []
+    responses: list[ResponseInput] = []
     for number, row in enumerate(FileSource(str(path)).rows(), start=1):
         try:
             if isinstance(row, BadRow):
                 raise row
-            own = list(_given(row, f"{path.name}:{number}", path.parent, media))
+            own = list(_responses_of_record(row, f"{path.name}:{number}", path.parent, media))
             if reads_media:
                 check_readable(own[0].refs)
-            found += own
+            responses += own
         except ValueError as error:
             raise ValueError(f"{path}, row {number}: {error}") from error
-    if not found:
+    if not responses:
         raise ValueError(f"{path} holds no responses")
-    return found
+    return responses
 
 
-def _given(
+def _responses_of_record(
     record: Mapping[str, Any], place: str, folder: Path, media: MediaReader
-) -> Iterator[GivenResponse]:
+) -> Iterator[ResponseInput]:
     of_run = all(isinstance(record.get(name), Mapping) for name in ("columns", "rewards"))
     if not of_run:  # else it is as it was written by a run
         record = {name: plain(value) for name, value in record.items()}
@@ -118,48 +118,48 @@ def _given(
     if not isinstance(completions, list) or completions == [None]:
         near = ", ".join(sorted(record)) or "none"
         raise ValueError(f"there is no column completion or completions (columns: {near})")
-    asked = _of_run(record, media) if of_run else _of_row(record, folder, media)
+    row_prompt = _of_run(record, media) if of_run else _of_row(record, folder, media)
     for completion in completions:
         if not isinstance(completion, str | list):
             raise ValueError(f"completion is {completion!r:.40}; give text or a list of messages")
-        text = completion if isinstance(completion, str) else _said(completion)
-        tells_ids = several is None and record.get("token_ids") is not None
-        yield GivenResponse(
+        text = completion if isinstance(completion, str) else _chat_text(completion)
+        has_ids = several is None and record.get("token_ids") is not None
+        yield ResponseInput(
             place=place,
-            group=asked.group,
-            asked=asked.asked,
-            step=asked.step,
-            prompt=asked.prompt,
+            group=row_prompt.group,
+            prompt_key=row_prompt.prompt_key,
+            step=row_prompt.step,
+            prompt=row_prompt.prompt,
             completion=text,
             segments=segments_of(record) if of_run else [TextSegment(text, sampled=True)],
-            turns=completion if isinstance(completion, list) else asked.turns,
-            token_ids=written_ids(record) if tells_ids else None,
+            turns=completion if isinstance(completion, list) else row_prompt.turns,
+            token_ids=written_ids(record) if has_ids else None,
             truncated=of_run and record.get("finish_reason") == "length",
-            columns=asked.columns,
-            refs=asked.refs,
+            columns=row_prompt.columns,
+            refs=row_prompt.refs,
         )
 
 
-def _of_run(record: Mapping[str, Any], media: MediaReader) -> _Asked:
+def _of_run(record: Mapping[str, Any], media: MediaReader) -> _RecordPrompt:
     """Read a line that a run has written; in training a rank numbers the groups of each step."""
     step, placed = record.get("step"), "source" in record
-    place = [record.get(name) for name in _PLACE]
+    position = [record.get(name) for name in _PLACE]
     prompt = _prompt(record)
     # an evaluation numbers those of each batch anew
     number = record.get("group") if "rank" in record or not placed else None
-    group = _key([step, record.get("rank"), number, record.get("temperature"), *place])
-    return _Asked(
+    group = _key([step, record.get("rank"), number, record.get("temperature"), *position])
+    return _RecordPrompt(
         prompt=prompt,
         refs=of_record(record) if media.processor is not None else MediaRefs(),
         columns=record["columns"],
         turns=None if isinstance(prompt, str) else record.get("episode"),
         step=step,
         group=group,
-        asked=_key(place) if placed else group,
+        prompt_key=_key(position) if placed else group,
     )
 
 
-def _of_row(record: Mapping[str, Any], folder: Path, media: MediaReader) -> _Asked:
+def _of_row(record: Mapping[str, Any], folder: Path, media: MediaReader) -> _RecordPrompt:
     """Read a row as data has it: what its columns and messages show is taken out of them."""
     prompt, refs = _prompt(record), media.of_columns(record, folder)
     unwanted = {*_TEXTS, *(media_columns() if refs else ())}
@@ -168,14 +168,14 @@ def _of_row(record: Mapping[str, Any], folder: Path, media: MediaReader) -> _Ask
     elif media.processor is not None:
         prompt, refs = media.of_messages(read_messages(prompt, "prompt"), refs, folder)
     key = (_key(prompt), refs.key)
-    return _Asked(
+    return _RecordPrompt(
         prompt=prompt,
         refs=refs,
         columns={name: value for name, value in record.items() if name not in unwanted},
         turns=None,
         step=None,
         group=key,
-        asked=key,
+        prompt_key=key,
     )
 
 
@@ -193,7 +193,7 @@ def _key(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=str)
 
 
-def _said(turns: Sequence[Any]) -> str:
+def _chat_text(turns: Sequence[Any]) -> str:
     bad = next(
         (turn for turn in turns if not isinstance(turn, Mapping) or "role" not in turn), None
     )
