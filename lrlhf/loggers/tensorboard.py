@@ -6,6 +6,7 @@ import os
 import time
 from argparse import Namespace
 from collections.abc import Mapping
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +51,7 @@ class ResumingTensorBoardLogger(KeepsArguments, LocalFolder, TensorBoardLogger):
         self._held_back: list[tuple[Any, ...]] = []
         """Hyperparameters of a run that may prove to have written them long ago."""
         self._others: set[Path] = set()
-        """Event files that were there before this process wrote one."""
+        """Event files that were there when the writer was opened."""
 
     @property
     def log_dir(self) -> str:
@@ -75,7 +76,7 @@ class ResumingTensorBoardLogger(KeepsArguments, LocalFolder, TensorBoardLogger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         if not self._begun:
-            self.start_over()
+            self.start_run()
         with naming(Path(self.log_dir)):
             super().log_metrics(metrics, step)
             self.experiment.flush()
@@ -103,9 +104,8 @@ class ResumingTensorBoardLogger(KeepsArguments, LocalFolder, TensorBoardLogger):
                 os.fsync(handle.fileno())
         return {"files": {file.name: file.stat().st_size for file in files}}
 
-    def go_back(self, position: Mapping[str, Any]) -> None:
-        _ = self.experiment  # so that the file of this process is known from the others
-        self._begun = True
+    def rewind(self, position: Mapping[str, Any]) -> None:
+        self._open_file()
         self._held_back.clear()
         sizes = dict(position["files"])
         for file in self._others:
@@ -121,9 +121,8 @@ class ResumingTensorBoardLogger(KeepsArguments, LocalFolder, TensorBoardLogger):
                 "goes on without them"
             )
 
-    def start_over(self) -> None:
-        _ = self.experiment
-        self._begun = True
+    def start_run(self) -> None:
+        self._open_file()
         if self._others:
             folder, number = Path(self.log_dir), 1
             while (place := folder.with_name(f"{folder.name}.{number}")).exists():
@@ -136,14 +135,24 @@ class ResumingTensorBoardLogger(KeepsArguments, LocalFolder, TensorBoardLogger):
             super().log_hyperparams(*held)
         self._held_back.clear()
 
-    def stand_apart(self, stage: str) -> None:
-        if self._experiment is not None:
-            # opened by the trainer before it said what for
+    def for_stage(self, stage: str) -> ResumingTensorBoardLogger:
+        if self._experiment is not None and not self._begun:
+            # the trainer opened it before the stage was known
             self._experiment.close()
+            self._experiment = None
             for file in _event_files(Path(self.log_dir)) - self._others:
                 file.unlink()
+        evaluation = copy(self)  # which does not copy the writer
+        evaluation._stage, evaluation._begun = stage, True
+        return evaluation
+
+    def _open_file(self) -> None:
+        """Open a file for what follows; all `_others` are from before."""
+        if self._experiment is not None and self._begun:
+            self._experiment.close()
             self._experiment = None
-        self._stage, self._begun = stage, True
+        _ = self.experiment
+        self._begun = True
 
 
 def _event_files(folder: Path) -> set[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from copy import copy
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ class ResumingTrackioLogger(KeepsArguments, Logger):
 
     def _log(self, row: dict[str, Any], step: int | None) -> None:
         if self._run_name is None:
-            self.start_over()
+            self.start_run()
         elif self._run is None:
             self._begin(self._run_name, resume="must")
         number, self._rows = self._rows, self._rows + 1
@@ -127,20 +128,22 @@ class ResumingTrackioLogger(KeepsArguments, Logger):
     def log_position(self) -> dict[str, Any]:
         return {"name": self._run_name, "rows": self._rows}
 
-    def go_back(self, position: Mapping[str, Any]) -> None:
+    def rewind(self, position: Mapping[str, Any]) -> None:
         self._rows = position["rows"]
         self._begin(position["name"], resume="allow")
         # beside what its package exports: nothing there counts rows
         store = import_module("trackio.sqlite_storage").SQLiteStorage
         self._kept = store.get_log_count(self._project, run_id=self._run.id)
 
-    def start_over(self) -> None:
+    def start_run(self) -> None:
         self._rows = self._kept = 0
         self._begin(self._chosen_name, resume="never")
 
-    def stand_apart(self, stage: str) -> None:
-        self._options.setdefault("group", stage)
-        self.start_over()
+    def for_stage(self, stage: str) -> ResumingTrackioLogger:
+        evaluation = copy(self)
+        evaluation._options = {"group": stage, **self._options}
+        evaluation.start_run()
+        return evaluation
 
     def _begin(self, name: str | None, *, resume: str) -> None:
         self._run = self._trackio.init(

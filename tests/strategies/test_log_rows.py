@@ -38,15 +38,16 @@ class Notebook(Logger):
     def log_position(self) -> dict[str, Any]:
         return {"rows": len(self.rows)}
 
-    def go_back(self, position: Mapping[str, Any]) -> None:
+    def rewind(self, position: Mapping[str, Any]) -> None:
         self.told.append(dict(position))
         del self.rows[position["rows"] :]
 
-    def start_over(self) -> None:
-        self.told.append("start over")
+    def start_run(self) -> None:
+        self.told.append("start")
 
-    def stand_apart(self, stage: str) -> None:
+    def for_stage(self, stage: str) -> "Notebook":
         self.told.append(stage)
+        return Notebook([])
 
 
 def saved(folder: Path) -> Any:
@@ -103,7 +104,7 @@ def test_each_of_several_loggers_goes_back_to_its_own_position(tmp_path: Path) -
         [{"rows": 2}],
         [{"rows": 3}],
         # the checkpoint knows of two
-        ["start over"],
+        ["start"],
     ]
     assert [step for step, metrics in first if "train/loss" in metrics] == list(range(1, 11))
 
@@ -115,7 +116,7 @@ def test_a_run_that_begins_says_so_and_an_evaluation_stands_apart(tmp_path: Path
         accelerator="cpu", logger=log, enable_progress_bar=False, enable_model_summary=False
     )
     trainer.test(Toy(), torch.utils.data.DataLoader(torch.zeros(2, 4)), verbose=False)
-    assert log.told == ["start over", "test"]
+    assert log.told == ["start", "test"]
     log = Notebook([])
     train(tmp_path, [log], fast_dev_run=True)
     assert (log.told, log.rows) == ([], [])
