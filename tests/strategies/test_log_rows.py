@@ -159,3 +159,17 @@ def test_a_row_holds_what_its_step_has_measured_and_no_value_of_an_earlier_one(
     assert sorted(of_steps) == [1, 2, 3, 4, 5]
     measured = {step: row["a/seldom"] for step, row in of_steps.items() if "a/seldom" in row}
     assert measured == {1: 0.0, 4: 3.0}
+
+
+@pytest.mark.parametrize("automatic", [False, True])
+def test_a_row_holds_what_was_measured_since_the_row_before(
+    tmp_path: Path, automatic: bool
+) -> None:
+    options = {"accumulate_grad_batches": 2} if automatic else {}
+    rows: list[Any] = []
+    options |= {"max_steps": 8, "log_every_n_steps": 2}
+    module = Seldom(automatic=automatic)
+    train(tmp_path, [Notebook(rows)], module=module, ckpt_path=None, **options)
+    of_steps = {step: row.get("a/seldom") for step, row in rows if "train/loss" in row}
+    # measured in steps 1, 4 and 7
+    assert of_steps == {2: 0.0, 4: 3.0, 6: None, 8: 6.0}
