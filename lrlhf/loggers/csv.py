@@ -7,6 +7,7 @@ import io
 import os
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ class ResumingCSVLogger(KeepsArguments, LocalFolder, CSVLogger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         if not self._tables:
-            self.begin_run()
+            self.start_run()
         measured, timings = self._tables.values()
         named = dict(metrics)
         axes: dict[str, Any] = {"step": measured.rows if step is None else step}
@@ -109,22 +110,24 @@ class ResumingCSVLogger(KeepsArguments, LocalFolder, CSVLogger):
         self._open("metrics", "timings")
         for name, table in self._tables.items():
             saved = position.get(name, 0)
-            existing = table.cut_back(saved)
+            existing = table.truncate(saved)
             if existing < saved:
                 rank_zero_warn(
                     f"{table.path} has {existing} rows, and the checkpoint was saved after "
                     f"{saved}: the others are not there, and the run goes on without them"
                 )
 
-    def begin_run(self) -> None:
+    def start_run(self) -> None:
         self._open("metrics", "timings")
         paths = [table.path for table in self._tables.values()]
         move_to_numbered("ResumingCSVLogger", paths, [path for path in paths if path.exists()])
 
-    def begin_evaluation(self, stage: str) -> None:
-        self._open(stage, f"{stage}_timings")
-        for table in self._tables.values():
-            table.cut_back()
+    def for_stage(self, stage: str) -> ResumingCSVLogger:
+        evaluation = copy(self)
+        evaluation._open(stage, f"{stage}_timings")
+        for table in evaluation._tables.values():
+            table.truncate()
+        return evaluation
 
     def _open(self, *names: str) -> None:
         self._tables = {name: CSVTable(Path(self.log_dir, f"{name}.csv")) for name in names}
@@ -136,7 +139,7 @@ class CSVTable:
 
     A column that is new is put in its place by rewriting the file in one step: ``step`` and
     ``epoch`` first, the others by name, so that the file does not tell when it was interrupted.
-    What an earlier process wrote is read by `cut_back` only.
+    What an earlier process wrote is read by `truncate` only.
     """
 
     def __init__(self, path: Path) -> None:
@@ -160,7 +163,7 @@ class CSVTable:
             self._rewrite({*self._columns, *cells}, [*self._read()[: self.rows], cells])
         self.rows += 1
 
-    def cut_back(self, rows: int | None = None) -> int:
+    def truncate(self, rows: int | None = None) -> int:
         """Keep the first rows (None: all that are whole) and the columns that they fill.
 
         Returns:

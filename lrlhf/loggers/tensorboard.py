@@ -6,6 +6,7 @@ import os
 import time
 from argparse import Namespace
 from collections.abc import Mapping
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +52,7 @@ class ResumingTensorBoardLogger(KeepsArguments, LocalFolder, TensorBoardLogger):
         self._held_back: list[tuple[Any, ...]] = []
         """Hyperparameters of a run that may prove to have written them long ago."""
         self._others: set[Path] = set()
-        """Event files that were there before this process wrote one."""
+        """Event files that were there when the writer was opened."""
 
     @property
     def log_dir(self) -> str:
@@ -76,7 +77,7 @@ class ResumingTensorBoardLogger(KeepsArguments, LocalFolder, TensorBoardLogger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         if not self._begun:
-            self.begin_run()
+            self.start_run()
         with naming(Path(self.log_dir)):
             super().log_metrics(metrics, step)
             self.experiment.flush()
@@ -105,8 +106,7 @@ class ResumingTensorBoardLogger(KeepsArguments, LocalFolder, TensorBoardLogger):
         return {"files": {file.name: file.stat().st_size for file in files}}
 
     def rewind(self, position: Mapping[str, Any]) -> None:
-        _ = self.experiment  # so that the file of this process is known from the others
-        self._begun = True
+        self._open_file()
         self._held_back.clear()
         sizes = dict(position["files"])
         for file in self._others:
@@ -122,9 +122,8 @@ class ResumingTensorBoardLogger(KeepsArguments, LocalFolder, TensorBoardLogger):
                 "goes on without them"
             )
 
-    def begin_run(self) -> None:
-        _ = self.experiment
-        self._begun = True
+    def start_run(self) -> None:
+        self._open_file()
         if self._others:
             folder, number = Path(self.log_dir), 1
             while (moved := folder.with_name(f"{folder.name}.{number}")).exists():
@@ -137,14 +136,24 @@ class ResumingTensorBoardLogger(KeepsArguments, LocalFolder, TensorBoardLogger):
             super().log_hyperparams(*parameters)
         self._held_back.clear()
 
-    def begin_evaluation(self, stage: str) -> None:
-        if (writer := open_writer(self)) is not None:
-            # opened by the trainer before it said what for
+    def for_stage(self, stage: str) -> ResumingTensorBoardLogger:
+        if (writer := open_writer(self)) is not None and not self._begun:
+            # the trainer opened it before the stage was known
             writer.close()
+            forget_writer(self)
             for file in _event_files(Path(self.log_dir)) - self._others:
                 file.unlink()
+        evaluation = copy(self)  # which does not copy the writer
+        evaluation._stage, evaluation._begun = stage, True
+        return evaluation
+
+    def _open_file(self) -> None:
+        """Open a file for what follows; all `_others` are from before."""
+        if (writer := open_writer(self)) is not None and self._begun:
+            writer.close()
             forget_writer(self)
-        self._stage, self._begun = stage, True
+        _ = self.experiment
+        self._begun = True
 
 
 def _event_files(folder: Path) -> set[Path]:

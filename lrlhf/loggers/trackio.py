@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from copy import copy
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ class ResumingTrackioLogger(KeepsArguments, Logger):
 
     def _log(self, row: dict[str, Any], step: int | None) -> None:
         if self._run_name is None:
-            self.begin_run()
+            self.start_run()
         elif self._run is None:
             self._begin(self._run_name, resume="must")
         number, self._rows = self._rows, self._rows + 1
@@ -133,13 +134,15 @@ class ResumingTrackioLogger(KeepsArguments, Logger):
         store = import_module("trackio.sqlite_storage").SQLiteStorage
         self._kept = store.get_log_count(self._project, run_id=self._run.id)
 
-    def begin_run(self) -> None:
+    def start_run(self) -> None:
         self._rows = self._kept = 0
         self._begin(self._chosen_name, resume="never")
 
-    def begin_evaluation(self, stage: str) -> None:
-        self._options.setdefault("group", stage)
-        self.begin_run()
+    def for_stage(self, stage: str) -> ResumingTrackioLogger:
+        evaluation = copy(self)
+        evaluation._options = {"group": stage, **self._options}
+        evaluation.start_run()
+        return evaluation
 
     def _begin(self, name: str | None, *, resume: str) -> None:
         self._run = self._trackio.init(

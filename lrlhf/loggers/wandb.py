@@ -6,6 +6,7 @@ import os
 import secrets
 from argparse import Namespace
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -107,7 +108,7 @@ class ResumingWandbLogger(KeepsArguments, WandbLogger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         if self._run_id is None:
-            self.begin_run()
+            self.start_run()
         row = {k: v.item() if isinstance(v, Tensor) else v for k, v in metrics.items()}
         row |= {} if step is None else {_X_AXIS: step}
         if not self._numbers_rows:
@@ -119,6 +120,14 @@ class ResumingWandbLogger(KeepsArguments, WandbLogger):
             # without commit it would wait for the next row
             self.experiment.log(row, step=number, commit=True)
 
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        super().finalize(status)
+        run = self._experiment
+        if not self._numbers_rows and run is not None and run.id == self._run_id:
+            # a training that follows would write to the run that is active
+            run.finish()
+
     # ---- what `ResumableLog` asks for
 
     def log_position(self) -> dict[str, Any]:
@@ -128,14 +137,20 @@ class ResumingWandbLogger(KeepsArguments, WandbLogger):
         self._rows = position["rows"]
         self._begin(position["id"])
 
-    def begin_run(self) -> None:
+    def start_run(self) -> None:
         self._rows = 0
         self._begin(self._chosen_id or secrets.token_hex(4))
 
-    def begin_evaluation(self, stage: str) -> None:
-        self._numbers_rows = False
-        self._options["job_type"] = self._options.get("job_type") or stage
-        self._begin(secrets.token_hex(4))
+    def for_stage(self, stage: str) -> ResumingWandbLogger:
+        options = self._options | {"job_type": self._options.get("job_type") or stage}
+        evaluation = ResumingWandbLogger(id=secrets.token_hex(4), **options)
+        evaluation._numbers_rows = False
+        if self._run_id is not None and self._experiment is not None:
+            # Lightning would write to the run of the training, which is active
+            run = import_module("wandb").init(**evaluation._wandb_init, reinit="create_new")
+            evaluation._options["experiment"] = run
+        evaluation.start_run()
+        return evaluation
 
     def _begin(self, run_id: str) -> None:
         super().__init__(id=run_id, **self._options)

@@ -91,13 +91,17 @@ def next_log_row(trainer: L.Trainer) -> tuple[dict[str, Any], int] | None:
 
 
 def forget_last_step(trainer: L.Trainer) -> None:
-    """Have a row hold what its own step measures: Lightning repeats what was logged before.
+    """Have a row hold what was measured since the row before it: Lightning repeats older values.
 
-    To be called at the start of a training batch; the micro-batches of a step share its row.
+    To be called at the start of a training batch. The micro-batches of a step share its row, and so
+    do the steps since the row before.
     """
     loop = trainer.fit_loop.epoch_loop
     before = loop.batch_progress.current.ready - 1
     if trainer.lightning_module.automatic_optimization and before % trainer.accumulate_grad_batches:
+        return
+    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    if every and loop._batches_that_stepped % every:
         return
     for result in loop._results.values():
         result._forward_cache = None

@@ -35,13 +35,13 @@ class ResumableLog(Protocol):
         """Bring all rows to the disk and say how far they go, in plain values."""
 
     def rewind(self, position: Mapping[str, Any]) -> None:
-        """Forget the rows after a position: a run goes on from there."""
+        """Remove the rows after a position, from which a run goes on."""
 
-    def begin_run(self) -> None:
-        """Set aside the rows of an earlier run: one begins."""
+    def start_run(self) -> None:
+        """Begin a run, and keep the rows of an earlier one under another name."""
 
-    def begin_evaluation(self, stage: str) -> None:
-        """Keep the rows of an evaluation by itself away from those of the training."""
+    def for_stage(self, stage: str) -> Logger:
+        """Return a logger for an evaluation by itself, whose rows are apart from the training's."""
 
 
 class LogRows(LoadedStep):
@@ -56,15 +56,19 @@ class LogRows(LoadedStep):
         self._loaded: dict[str, Any] | None = None
         self._before_training: dict[str, Any] = {}
         self._row_follows = False
+        self._training_logs: dict[Logger, Logger] = {}
+        """The loggers of the training, by those that an evaluation has in their place."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._loaded = None
         number_log_rows(trainer)
+        trainer.loggers = [self._training_logs.get(log, log) for log in trainer.loggers]
         if stage == "fit":
             hold_log_folders(trainer)
-            return
-        for log in _resumable(trainer) if trainer.is_global_zero else ():
-            log.begin_evaluation(TrainerFn(stage).value)
+        elif trainer.is_global_zero:
+            apart = {log: log.for_stage(TrainerFn(stage).value) for log in _resumable(trainer)}
+            trainer.loggers = [apart.get(log, log) for log in trainer.loggers]
+            self._training_logs = {log: training for training, log in apart.items()}
 
     def on_load_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
@@ -97,7 +101,7 @@ class LogRows(LoadedStep):
             _resume(trainer, loaded)
         elif trainer.global_step == 0:
             for log in _resumable(trainer):
-                log.begin_run()
+                log.start_run()
             if before:
                 _write(trainer, {"epoch": trainer.current_epoch, **before}, 0)
 
@@ -179,7 +183,7 @@ def _resume(trainer: L.Trainer, loaded: Mapping[str, Any]) -> None:
         position = next((entry for entry in positions if entry[0] == name), None)
         if position is None:
             rank_zero_info(f"{name}: the checkpoint knows of no such log; it begins here")
-            log.begin_run()
+            log.start_run()
             continue
         positions.remove(position)
         log.rewind(position[1])

@@ -1,7 +1,7 @@
 """A run of a few milliseconds that can be killed at any instant."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lrlhf import Trainer
 from lrlhf.callbacks import RLCheckpoint
 from lrlhf.run import count_iterations_as_steps, resume_where_it_stopped, use_atomic_checkpoints
 from lrlhf.run.log_rows import keep_log_rows
@@ -139,3 +140,28 @@ def train(
         ckpt_path=ckpt_path if found else None,
         weights_only=True,
     )
+
+
+def run_stages(folder: Path, *loggers: Logger) -> None:
+    """Validate, train two steps, validate, and train two more, all with one trainer."""
+    trainer = Trainer(
+        default_root_dir=folder,
+        default_callbacks=False,
+        accelerator="cpu",
+        logger=list(loggers),
+        max_epochs=1,
+        num_sanity_val_steps=0,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    module, batches = Toy(automatic=True), DataLoader(torch.zeros(2, 4))
+    module.save_hyperparameters({"lr": 0.1})
+    for epochs in (1, 2):
+        trainer.validate(module, batches, verbose=False)
+        trainer.fit_loop.max_epochs = epochs
+        trainer.fit(module, batches)
+
+
+def steps_of(rows: Iterable[Mapping[str, Any]], axis: str = "step") -> list[int]:
+    """Steps of the training rows."""
+    return [int(row[axis]) for row in rows if row.get("train/loss") not in (None, "")]

@@ -12,7 +12,15 @@ from torch.utils.data import DataLoader
 from lrlhf import Trainer
 from lrlhf.loggers import ResumingCSVLogger
 from lrlhf.loggers.csv import CSVTable
-from tests.loggers.runs import KilledAfterSaving, KilledError, Killer, Toy, train
+from tests.loggers.runs import (
+    KilledAfterSaving,
+    KilledError,
+    Killer,
+    Toy,
+    run_stages,
+    steps_of,
+    train,
+)
 
 FILES = ("metrics.csv", "timings.csv")
 
@@ -147,6 +155,13 @@ def test_an_evaluation_by_itself_leaves_the_rows_of_training(tmp_path: Path) -> 
     assert [row["test/loss"] for row in rows_of(tmp_path / "whole" / "test.csv")] == ["0.0", "0.0"]
 
 
+def test_training_after_an_evaluation_by_itself_goes_on_in_its_own_file(tmp_path: Path) -> None:
+    run_stages(tmp_path, ResumingCSVLogger())
+    assert steps_of(rows_of(tmp_path / "metrics.csv")) == [1, 2, 3, 4]
+    # before the first step, and after the first epoch of two
+    assert [row["step"] for row in rows_of(tmp_path / "validate.csv")] == ["0", "2"]
+
+
 def test_a_logger_of_another_module_starts_with_its_first_row(tmp_path: Path) -> None:
     logger = ResumingCSVLogger(tmp_path, name="logs", timings=["slow/"])
     logger.log_hyperparams({"lr": 0.5})
@@ -182,7 +197,7 @@ def test_new_columns_are_put_in_their_place_and_forgotten_with_their_rows(table:
     table.append({"a": 1e-300, "epoch": 0, "step": 1})
     assert table.path.read_text() == "step,epoch,a,b\n0,,,0.25\n1,0,1e-300,\n"
     again = CSVTable(table.path)
-    assert again.cut_back(1) == 2
+    assert again.truncate(1) == 2
     assert again.path.read_text() == "step,b\n0,0.25\n"
     again.append({"step": 1, "b": 3})
     assert again.path.read_text() == "step,b\n0,0.25\n1,3\n"
@@ -190,7 +205,7 @@ def test_new_columns_are_put_in_their_place_and_forgotten_with_their_rows(table:
 
 def test_text_stays_in_its_cell_and_its_line(table: CSVTable) -> None:
     table.append({"step": 0, "note": 'one, "two"\nthree'})
-    assert CSVTable(table.path).cut_back() == 1
+    assert CSVTable(table.path).truncate() == 1
     assert table.path.read_text() == 'step,note\n0,"one, ""two"" three"\n'
 
 
@@ -213,7 +228,7 @@ def test_a_row_that_did_not_fit_on_the_disk_is_overwritten(table: CSVTable) -> N
 def test_a_file_that_is_no_table_is_named(table: CSVTable, content: bytes, what: str) -> None:
     table.path.write_bytes(content)
     with pytest.raises(ValueError, match=rf"t\.csv.*{what}"):
-        table.cut_back()
+        table.truncate()
 
 
 class PlainModule(L.LightningModule):

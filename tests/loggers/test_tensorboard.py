@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.data import DataLoader
 
 from lrlhf.loggers import ResumingTensorBoardLogger
-from tests.loggers.runs import KilledAfterSaving, KilledError, Killer, Toy, train
+from tests.loggers.runs import KilledAfterSaving, KilledError, Killer, Toy, run_stages, train
 
 
 class Says(L.Callback):
@@ -87,3 +87,28 @@ def test_an_evaluation_by_itself_has_a_folder_of_its_own(tmp_path: Path) -> None
     after = {file: file.read_bytes() for file in (tmp_path / "tensorboard").glob("events*")}
     assert after == before
     assert events_of(tmp_path / "tensorboard" / "test")["test/loss"] == [(0, 0.0)]
+
+
+def test_stages_of_one_trainer_keep_their_folders(tmp_path: Path) -> None:
+    run_stages(tmp_path, ResumingTensorBoardLogger())
+    events = events_of(tmp_path / "tensorboard")
+    assert [step for step, _ in events["train/loss"]] == [1, 2, 3, 4]
+    # written with the hyperparameters
+    assert [step for step, _ in events["hp_metric"]] == [0, 0]
+    evaluations = events_of(tmp_path / "tensorboard" / "validate")
+    assert [step for step, _ in evaluations["eval/loss"]] == [0, 2]
+
+
+def test_a_trainer_that_goes_back_to_a_checkpoint_cuts_its_own_events(tmp_path: Path) -> None:
+    log = ResumingTensorBoardLogger(tmp_path)
+    log.log_metrics({"a": 1.0}, step=1)
+    position = log.log_position()
+    log.log_metrics({"a": 2.0}, step=2)
+    log.rewind(position)
+    log.log_metrics({"a": 3.0}, step=2)
+    assert events_of(tmp_path / "tensorboard")["a"] == [(1, 1.0), (2, 3.0)]
+    # a second run of the same logger
+    log.start_run()
+    log.log_metrics({"a": 4.0}, step=1)
+    assert events_of(tmp_path / "tensorboard")["a"] == [(1, 4.0)]
+    assert events_of(tmp_path / "tensorboard.1")["a"] == [(1, 1.0), (2, 3.0)]

@@ -10,7 +10,15 @@ import torch
 from PIL import Image
 
 from lrlhf.loggers import ResumingTrackioLogger
-from tests.loggers.runs import KilledAfterSaving, KilledError, Killer, Toy, train
+from tests.loggers.runs import (
+    KilledAfterSaving,
+    KilledError,
+    Killer,
+    Toy,
+    run_stages,
+    steps_of,
+    train,
+)
 
 trackio = pytest.importorskip("trackio")
 storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
@@ -73,13 +81,23 @@ def test_a_run_from_the_beginning_and_an_evaluation_are_runs_of_their_own(tmp_pa
     assert len(rows()) == 2
     logger = ResumingTrackioLogger(auto_log_cpu=False)
     assert logger.version == ""
-    logger.begin_evaluation("test")
-    logger.log_metrics({"a": torch.tensor(2.0)}, step=7)
-    logger.finalize("success")
+    evaluation = logger.for_stage("test")
+    evaluation.log_metrics({"a": torch.tensor(2.0)}, step=7)
+    evaluation.finalize("success")
     assert len(rows()) == 3
     assert [{"a": 2.0, "step": 7}] in rows().values()
-    config = storage.get_run_config("lrlhf", logger.version)
+    config = storage.get_run_config("lrlhf", evaluation.version)
     assert config["_Group"] == "test"
+    assert logger.version == ""
+
+
+def test_stages_of_one_trainer_are_runs_of_their_own(tmp_path: Path) -> None:
+    logger = ResumingTrackioLogger(auto_log_cpu=False)
+    run_stages(tmp_path, logger)
+    trained = [steps_of(run) for run in rows().values()]
+    assert sorted(trained) == [[], [], [1, 2, 3, 4]]
+    config = storage.get_run_config("lrlhf", logger.version)
+    assert (config["_Group"], config["lr"]) == (None, 0.1)
 
 
 def test_it_goes_on_after_a_fit_has_ended() -> None:

@@ -1,13 +1,22 @@
 """A W&B run goes on, and each row has one number."""
 
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 
 from lrlhf.loggers import ResumingWandbLogger
-from tests.loggers.runs import KilledAfterSaving, KilledError, Killer, Toy, train
+from tests.loggers.runs import (
+    KilledAfterSaving,
+    KilledError,
+    Killer,
+    Toy,
+    run_stages,
+    steps_of,
+    train,
+)
 
 wandb = pytest.importorskip("wandb")
 
@@ -22,7 +31,10 @@ class Server:
     def init(self, **options: Any) -> "Run":
         assert options["resume"] == "allow"
         self.jobs.append(options.get("job_type"))
-        return Run(self.rows.setdefault(options["id"], {}), options["id"])
+        run = Run(self.rows.setdefault(options["id"], {}), options["id"])
+        if options.get("reinit") != "create_new":
+            wandb.run = run
+        return run
 
 
 class Run:
@@ -37,6 +49,11 @@ class Run:
         assert number == len(self.rows)
         assert commit
         self.rows[number] = row
+
+    def finish(self) -> None:
+        self.rows = MappingProxyType(self.rows)  # takes no more
+        if wandb.run is self:
+            wandb.run = None
 
     def update(self, values: dict[str, Any], **_: Any) -> None:
         self.settings |= values
@@ -58,6 +75,7 @@ def test_a_prefix_which_no_row_would_have_is_refused(tmp_path: Path) -> None:
 def go(folder: Path, *callbacks: Any, **options: Any) -> ResumingWandbLogger:
     module = Toy()
     module.save_hyperparameters({"lr": 0.1})
+    wandb.run = None  # as in a process of its own
     logger = ResumingWandbLogger(folder)
     train(folder, [logger], *callbacks, module=module, **options)
     return logger
@@ -94,10 +112,24 @@ def test_a_run_from_the_beginning_and_an_evaluation_are_runs_of_their_own(
     for name in ("one", "two"):
         go(tmp_path, max_steps=1, save={"dirpath": tmp_path / name})
     assert len(server.rows) == 2
+    wandb.run = None
     logger = ResumingWandbLogger(tmp_path)
     assert logger.version == ""
     logger.experiment.log({"ignored": 1})  # which run it is, is not yet known
-    logger.begin_evaluation("test")
-    logger.log_metrics({"a": torch.tensor(2.0)}, step=7)
+    evaluation = logger.for_stage("test")
+    evaluation.log_metrics({"a": torch.tensor(2.0)}, step=7)
     assert server.jobs == [None, None, "test"]
-    assert server.rows[logger.version] == {0: {"a": 2.0, "trainer/global_step": 7}}
+    assert server.rows[evaluation.version] == {0: {"a": 2.0, "trainer/global_step": 7}}
+    assert logger.version == ""
+
+
+def test_stages_of_one_trainer_are_runs_of_their_own(tmp_path: Path, server: Server) -> None:
+    logger = ResumingWandbLogger(tmp_path)
+    run_stages(tmp_path, logger)
+    assert server.jobs == ["validate", None, "validate"]
+    before, training, after = server.rows.values()
+    assert [row["trainer/global_step"] for row in before.values()] == [0]
+    assert steps_of(training.values(), "trainer/global_step") == [1, 2, 3, 4]
+    assert [row["trainer/global_step"] for row in after.values()] == [2]
+    assert logger.experiment.settings == {"lr": 0.1}
+    assert logger.experiment is wandb.run

@@ -42,11 +42,12 @@ class Notebook(Logger):
         self.told.append(dict(position))
         del self.rows[position["rows"] :]
 
-    def begin_run(self) -> None:
-        self.told.append("start over")
+    def start_run(self) -> None:
+        self.told.append("start")
 
-    def begin_evaluation(self, stage: str) -> None:
+    def for_stage(self, stage: str) -> "Notebook":
         self.told.append(stage)
+        return Notebook([])
 
 
 def saved(folder: Path) -> Any:
@@ -103,7 +104,7 @@ def test_each_of_several_loggers_goes_back_to_its_own_position(tmp_path: Path) -
         [{"rows": 2}],
         [{"rows": 3}],
         # the checkpoint knows of two
-        ["start over"],
+        ["start"],
     ]
     assert [step for step, metrics in first if "train/loss" in metrics] == list(range(1, 11))
 
@@ -115,7 +116,7 @@ def test_a_run_that_begins_says_so_and_an_evaluation_stands_apart(tmp_path: Path
         accelerator="cpu", logger=log, enable_progress_bar=False, enable_model_summary=False
     )
     trainer.test(Toy(), torch.utils.data.DataLoader(torch.zeros(2, 4)), verbose=False)
-    assert log.told == ["start over", "test"]
+    assert log.told == ["start", "test"]
     log = Notebook([])
     train(tmp_path, [log], fast_dev_run=True)
     assert (log.told, log.rows) == ([], [])
@@ -158,3 +159,17 @@ def test_a_row_holds_what_its_step_has_measured_and_no_value_of_an_earlier_one(
     assert sorted(of_steps) == [1, 2, 3, 4, 5]
     measured = {step: row["a/seldom"] for step, row in of_steps.items() if "a/seldom" in row}
     assert measured == {1: 0.0, 4: 3.0}
+
+
+@pytest.mark.parametrize("automatic", [False, True])
+def test_a_row_holds_what_was_measured_since_the_row_before(
+    tmp_path: Path, automatic: bool
+) -> None:
+    options = {"accumulate_grad_batches": 2} if automatic else {}
+    rows: list[Any] = []
+    options |= {"max_steps": 8, "log_every_n_steps": 2}
+    module = Seldom(automatic=automatic)
+    train(tmp_path, [Notebook(rows)], module=module, ckpt_path=None, **options)
+    of_steps = {step: row.get("a/seldom") for step, row in rows if "train/loss" in row}
+    # measured in steps 1, 4 and 7
+    assert of_steps == {2: 0.0, 4: 3.0, 6: None, 8: 6.0}
