@@ -95,8 +95,7 @@ def test_going_through_the_data_takes_nothing_from_the_global_generator() -> Non
 
 
 @pytest.mark.parametrize(
-    ("rows", "world", "batch_size"),
-    [(9, 1, 4), (3, 3, 1), (7, 2, 3), (8, 3, 2), (9, 2, 100)],
+    ("rows", "world", "batch_size"), [(9, 1, 4), (3, 3, 1), (7, 2, 3), (8, 3, 2), (9, 2, 100)]
 )
 def test_ranks_evaluate_equally_many_batches_and_every_row_once(
     rows: int, world: int, batch_size: int

@@ -95,11 +95,7 @@ def problem(places: MediaReader, turns: list[dict[str, Any]], columns: MediaRefs
             MediaRefs(("/1.png", "/2.png")),
             "1 of the 2 images, videos and audios of the columns have no part",
         ),
-        (
-            [{"role": "assistant", "content": "hi"}],
-            MediaRefs(("/1.png",)),
-            "no turn of a user",
-        ),
+        ([{"role": "assistant", "content": "hi"}], MediaRefs(("/1.png",)), "no turn of a user"),
     ],
 )
 def test_counts_that_do_not_fit_are_told(

@@ -11,12 +11,7 @@ import pytest
 from convert_media_pairs import main
 from PIL import Image
 
-from lrlhf.datamodules import (
-    BadRow,
-    PromptDataModule,
-    SupervisedDataModule,
-    VerdictTasks,
-)
+from lrlhf.datamodules import BadRow, PromptDataModule, SupervisedDataModule, VerdictTasks
 from lrlhf.datamodules.rows.bad_rows import BadDataError
 from lrlhf.rewards import JudgeReward, Rewards
 from lrlhf.rewards.judge.verdicts import SYSTEM

@@ -10,12 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lrlhf.functional import (
-    LogprobsAndEntropy,
-    linear_logprobs,
-    token_logprobs,
-    token_statistics,
-)
+from lrlhf.functional import LogprobsAndEntropy, linear_logprobs, token_logprobs, token_statistics
 
 N, H, V = 13, 5, 23
 Head = Callable[[Tensor], Any]

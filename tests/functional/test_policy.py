@@ -84,12 +84,7 @@ def test_cpgd_clips_log_probabilities() -> None:
     logprobs, old = with_ratios(1.5, 1.5, 0.5, 0.5)
     loss = cpgd_policy_loss(logprobs, old, row(2, -2, 2, -2), ALL4, clip_range=0.25)
     # good tokens: at most old + log 1.25; bad ones: at least old + log 0.75
-    expected = [
-        -2 * math.log(0.625),
-        2 * math.log(0.75),
-        -2 * math.log(0.25),
-        2 * math.log(0.375),
-    ]
+    expected = [-2 * math.log(0.625), 2 * math.log(0.75), -2 * math.log(0.25), 2 * math.log(0.375)]
     assert loss.tolist()[0] == pytest.approx(expected)
     assert gradient(loss, logprobs) == pytest.approx([0, 2, -2, 0])
 
@@ -129,12 +124,7 @@ def test_the_sequence_loss_has_one_ratio_per_response(length_normalized: bool) -
 
     def loss(advantage: float, mask: Tensor = mask, **options: float) -> Tensor:
         return sequence_clipped_policy_loss(
-            logprobs,
-            old,
-            row(advantage)[0],
-            mask,
-            length_normalized=length_normalized,
-            **options,
+            logprobs, old, row(advantage)[0], mask, length_normalized=length_normalized, **options
         )
 
     ratio = sequence_ratio(logprobs, old, mask, length_normalized=length_normalized)
@@ -291,12 +281,7 @@ COUNTS = ~LOSS.isnan()
 @pytest.mark.parametrize(
     ("mode", "total", "own"),
     # 2 + 5 + 0 by 3 rows; 1 + 3 + 5 by 3 tokens; 9 by 3 rows · width 3
-    [
-        ("sequence_mean", 7, 3),
-        ("sequence_sum", 9, 3),
-        ("token_mean", 9, 3),
-        ("constant", 9, 9),
-    ],
+    [("sequence_mean", 7, 3), ("sequence_sum", 9, 3), ("token_mean", 9, 3), ("constant", 9, 9)],
 )
 def test_aggregation_by_hand(mode: str, total: float, own: float) -> None:
     assert aggregate(LOSS, COUNTS, mode=mode).item() == pytest.approx(total / own)

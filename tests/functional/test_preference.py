@@ -8,12 +8,7 @@ import math
 import pytest
 import torch
 
-from lrlhf.functional.preference import (
-    PREFERENCE_LOSSES,
-    hinge_loss,
-    implicit_rewards,
-    ipo_loss,
-)
+from lrlhf.functional.preference import PREFERENCE_LOSSES, hinge_loss, implicit_rewards, ipo_loss
 from lrlhf.functional.supervised import TOKEN_LOSSES
 
 NAN = float("nan")

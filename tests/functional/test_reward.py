@@ -5,12 +5,7 @@ import math
 import pytest
 import torch
 
-from lrlhf.functional import (
-    bradley_terry_loss,
-    center_penalty,
-    hps_loss,
-    log_exp_loss,
-)
+from lrlhf.functional import bradley_terry_loss, center_penalty, hps_loss, log_exp_loss
 
 CHOSEN, REJECTED = torch.tensor([2.0, 0.5]), torch.tensor([1.0, 2.5])  # gaps 1 and -2
 

@@ -7,12 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.rollout import (
-    EngineFailure,
-    Response,
-    Sampling,
-    WeightSyncError,
-)
+from lrlhf.rollout import EngineFailure, Response, Sampling, WeightSyncError
 from lrlhf.rollout.engines.policy_weights import PolicyWeights
 from lrlhf.rollout.engines.synced_engine import Request, without_recovery
 from lrlhf.rollout.responses import token_prompts

@@ -10,13 +10,7 @@ from tokenizers.models import BPE, Unigram
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from lrlhf.rewards import Completion, Rewards, completion_text
-from lrlhf.rollout import (
-    Collector,
-    Response,
-    Sampling,
-    TransformersEngine,
-    assemble_rollout,
-)
+from lrlhf.rollout import Collector, Response, Sampling, TransformersEngine, assemble_rollout
 from lrlhf.types import PromptBatch
 
 

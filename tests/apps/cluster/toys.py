@@ -11,13 +11,7 @@ import lightning as L
 import numpy as np
 
 from lrlhf.rewards import RewardFunction, completion_segments
-from lrlhf.rewards.function import (
-    LogExtra,
-    LogMetric,
-    StepReward,
-    StepValues,
-    completion_text,
-)
+from lrlhf.rewards.function import LogExtra, LogMetric, StepReward, StepValues, completion_text
 from lrlhf.types import Episode
 from tests.modules.policy_runs import letters
 
