@@ -29,6 +29,7 @@ TOKEN_LOSSES: list[Loss] = [
     cpgd_policy_loss,
     importance_weighted_policy_loss,
 ]
+SEQUENCE_LOSSES: list[Loss] = [sequence_clipped_policy_loss, geometric_mean_policy_loss]
 EVERY_TOKEN_LOSS = pytest.mark.parametrize("loss", TOKEN_LOSSES)
 
 
@@ -180,24 +181,7 @@ def test_the_geometric_mean_reads_nothing_outside_the_mask(outside: float) -> No
     assert gradient(loss, dirty) == pytest.approx([0, -(0.99**0.5), -(0.99**0.5), 0])
 
 
-@pytest.mark.parametrize("gap", [300.0, -300.0])
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_a_wild_token_leaves_the_geometric_mean_finite(gap: float, advantage: float) -> None:
-    logprobs = torch.tensor([[gap]], requires_grad=True)
-    given = torch.tensor([advantage])
-    loss = geometric_mean_policy_loss(logprobs, torch.zeros(1, 1), given, ALL4[:, :1])
-    assert loss.isfinite().all()
-    assert math.isfinite(gradient(loss, logprobs)[0])
-
-
-@pytest.mark.parametrize("options", [{"clip_low": -0.1}, {"clip_low": 1.1}, {"clip_high": -0.1}])
-def test_impossible_bounds_of_the_geometric_mean_are_refused(options: dict[str, float]) -> None:
-    logprobs, old = with_ratios(1, 1, 1, 1)
-    with pytest.raises(ValueError, match=next(iter(options))):
-        geometric_mean_policy_loss(logprobs, old, row(1)[0], ALL4, **options)
-
-
-@pytest.mark.parametrize("loss", [sequence_clipped_policy_loss, geometric_mean_policy_loss])
+@pytest.mark.parametrize("loss", SEQUENCE_LOSSES)
 def test_a_loss_of_whole_responses_trains_nothing_but_the_policy(loss: Loss) -> None:
     logprobs, old = with_ratios(1, 1, 1, 1)
     old.requires_grad_()
@@ -234,14 +218,15 @@ def test_what_the_mask_hides_reaches_neither_loss_nor_gradient(loss: Loss, outsi
     assert gradient(dirty, dirty_logprobs) == gradient(clean, logprobs)
 
 
-@EVERY_TOKEN_LOSS
+@pytest.mark.parametrize("loss", [*TOKEN_LOSSES, *SEQUENCE_LOSSES])
 @pytest.mark.parametrize("gap", [300.0, -300.0])
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_a_wild_token_leaves_loss_and_gradient_finite(
     loss: Loss, gap: float, advantage: float
 ) -> None:
     logprobs = torch.tensor([[gap]], requires_grad=True)
-    value = loss(logprobs, torch.zeros(1, 1), torch.tensor([[advantage]]), ALL4[:, :1])
+    advantages = torch.full((1,) if loss in SEQUENCE_LOSSES else (1, 1), advantage)
+    value = loss(logprobs, torch.zeros(1, 1), advantages, ALL4[:, :1])
     assert value.isfinite().all()
     assert math.isfinite(gradient(value, logprobs)[0])
 
@@ -266,12 +251,16 @@ def test_the_bound_on_log_ratios_is_twenty() -> None:
         (cpgd_policy_loss, {"clip_range": 1.0}, "clip_range"),
         (cpgd_policy_loss, {"drift_coef": -1.0}, "drift_coef"),
         (cpgd_policy_loss, {"drift_coef": 1.0, "drift_clip": 0.0}, "drift_clip"),
+        (geometric_mean_policy_loss, {"clip_low": -0.1}, "clip_low"),
+        (geometric_mean_policy_loss, {"clip_low": 1.1}, "clip_low"),
+        (geometric_mean_policy_loss, {"clip_high": -0.1}, "clip_high"),
     ],
 )
 def test_impossible_bounds_are_refused(loss: Loss, options: dict[str, float], culprit: str) -> None:
     logprobs, old = with_ratios(1, 1, 1, 1)
+    advantages = row(1)[0] if loss in SEQUENCE_LOSSES else row(1, 1, 1, 1)
     with pytest.raises(ValueError, match=culprit):
-        loss(logprobs, old, row(1, 1, 1, 1), ALL4, **options)
+        loss(logprobs, old, advantages, ALL4, **options)
 
 
 LOSS = torch.tensor([[1.0, 3.0, NAN], [5.0, NAN, NAN], [NAN, NAN, NAN]])
