@@ -17,6 +17,7 @@ misspelt option of an optional group | lr: 0.1 | reference:\n      source: tiny\
 an option like no other lists those there are | train: prompts.jsonl | train: prompts.jsonl\n    zzz: 1 | toy.yaml:11: data.init_args.zzz: ToyData has no option 'zzz'; accepted: batch_size, train
 misspelt class | ToyModule | ToyModul | toy.yaml:2: model.class_path: no class 'ToyModul'; did you mean 'ToyModule'?
 misspelt class with its path | ToyModule | tests.cli.toys.ToyModuel | toy.yaml:2: model.class_path: no class 'tests.cli.toys.ToyModuel' (module 'tests.cli.toys' has no attribute 'ToyModuel'); did you mean 'ToyModule'?
+short name of two classes | ToyModule | ToyTwin | toy.yaml:2: model.class_path: several classes are named ToyTwin; give one in full: tests.cli.toys.ToyTwin, tests.cli.twins.ToyTwin
 class of another kind | ToyModule | torch.nn.Linear | toy.yaml:1: model: Import path torch.nn.Linear does not correspond to a subclass of LightningModule
 misspelt callback | ModelCheckpoint | ModelChekpoint | toy.yaml:15: trainer.callbacks[0].class_path: no class 'ModelChekpoint'; did you mean 'ModelCheckpoint'?
 misspelt option of the trainer | max_steps | max_stepss | toy.yaml:12: trainer.max_stepss: no such option; did you mean 'max_steps'?
@@ -108,19 +109,6 @@ def test_without_a_config_the_message_says_how_to_give_one(
     (line,) = capsys.readouterr().err.splitlines()
     assert "required, but missing" in line
     assert line.endswith("(a YAML file is given with --config)")
-
-
-def test_ambiguous_short_names_ask_for_the_path(
-    config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config.write_text(CONFIG.replace("ToyModule", "ToyTwin"))
-
-    assert run(["fit", "--config", config.name]) == 2
-
-    assert capsys.readouterr().err.startswith(
-        "error: toy.yaml:2: model.class_path: several classes are named ToyTwin; give one in full: "
-        "tests.cli.toys.ToyTwin, tests.cli.twins.ToyTwin"
-    )
 
 
 def test_debug_shows_the_traceback_and_ends_with_the_same_line(

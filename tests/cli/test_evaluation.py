@@ -129,9 +129,7 @@ def test_a_reward_model_has_accuracies_of_each_set(
     assert "eval/a/accuracy_low" not in measured
 
 
-def test_an_exported_reward_model_keeps_the_other_options_of_the_config(
-    model_folder: str,
-) -> None:
+def test_an_exported_reward_model_keeps_the_other_options_of_the_config(model_folder: str) -> None:
     pairs = [{"prompt": f"{n} ", "chosen": f"{n} is a word", "rejected": "x"} for n in range(4)]
     Path("pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     found = {}

@@ -32,10 +32,7 @@ def folder(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) 
     "mistake", [pytest.param(one, id=one.name) for one in MISTAKES if one.early]
 )
 def test_a_mistake_is_answered_before_weights_are_loaded(
-    folder: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    mistake: Any,
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, mistake: Any
 ) -> None:
     def load(*_: object, **__: object) -> None:
         raise AssertionError("weights were loaded")

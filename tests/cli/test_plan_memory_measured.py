@@ -15,10 +15,7 @@ TOLERANCE = 0.15
 """Predicted and measured peaks differ by no more than this share, as docs/memory.md promises."""
 
 PROMPT, NEW = 120, 16
-PROBE = {
-    "class_path": "tests.cli.memory_probe.MemoryProbe",
-    "init_args": {"path": "peaks.json"},
-}
+PROBE = {"class_path": "tests.cli.memory_probe.MemoryProbe", "init_args": {"path": "peaks.json"}}
 PROBED: dict[str, Any] = {"max_steps": 2, "callbacks": [PROBE]}
 BYTES = {"GiB": 2**30, "MiB": 2**20}
 

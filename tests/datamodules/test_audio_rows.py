@@ -76,10 +76,7 @@ def test_prompts_hear_what_their_parts_and_columns_hold(
             {"prompt": ASKED, "audio": "1.wav"},
             {"prompt": ASKED, "audios": ["2.wav", "1.wav"]},
             {"prompt": [{"role": "user", "content": parts}]},
-            {
-                "prompt": ASKED,
-                "audio": {"array": tone(2000, 0.25).tolist(), "sampling_rate": RATE},
-            },
+            {"prompt": ASKED, "audio": {"array": tone(2000, 0.25).tolist(), "sampling_rate": RATE}},
         ]
     )
     assert heard(path, hearing_folder) == [

@@ -19,10 +19,7 @@ def parse(row: Any, _: Any) -> Tensor:
 def numbers(*rows: list[int], **options: Any) -> RowDataModule[Tensor, Tensor]:
     kind = RowKind[Tensor, Tensor, Tensor](parse=parse, collate=torch.stack)
     data = RowDataModule[Tensor, Tensor](
-        lambda trainer: kind,
-        Rows({"numbers": row} for row in rows),
-        batch_size=2,
-        **options,
+        lambda trainer: kind, Rows({"numbers": row} for row in rows), batch_size=2, **options
     )
     data.prepare_data()
     data.setup("fit")

@@ -30,7 +30,8 @@ def words(text: str) -> dict[str, Any]:
 
 IMAGE = {"type": "image"}
 VIDEO = {"type": "video"}
-
+ASKED = {"role": "user", "content": "hi"}
+SAID = {"role": "assistant", "content": "hello"}
 
 IMAGE_PARTS: list[dict[str, Any]] = [
     {"type": "image", "path": "/a"},
@@ -95,10 +96,27 @@ def problem(places: MediaReader, turns: list[dict[str, Any]], columns: MediaRefs
             MediaRefs(("/1.png", "/2.png")),
             "1 of the 2 images, videos and audios of the columns have no part",
         ),
+        ([{"role": "assistant", "content": "hi"}], MediaRefs(("/1.png",)), "no turn of a user"),
+        # marks are counted over the whole conversation
         (
-            [{"role": "assistant", "content": "hi"}],
+            [{"role": "user", "content": "<image>"}, SAID, user(words("<image> <image>"))],
+            MediaRefs(("/1.png", "/2.png")),
+            "the text has 3 <image>, the row 2 image(s): /1.png, /2.png",
+        ),
+        (
+            [user(IMAGE, words("<image>"))],
             MediaRefs(("/1.png",)),
-            "no turn of a user",
+            "the text has 1 <image> beside 1 part(s) without data, the row 1 image(s): /1.png",
+        ),
+        (
+            [user({"type": "image", "image": "/own.png"}, words("<image>"))],
+            NOTHING,
+            "the text has 1 <image>, the row 0 image(s)",
+        ),
+        (
+            [{"role": "user", "content": "<image>"}],
+            MediaRefs(columns=frozenset({"image"})),
+            "the text has 1 <image>, the row 0 image(s)",
         ),
     ],
 )
@@ -163,10 +181,6 @@ def test_relative_paths_start_from_the_data_file(
     assert refs.images == (anchored,)
 
 
-ASKED = {"role": "user", "content": "hi"}
-SAID = {"role": "assistant", "content": "hello"}
-
-
 @pytest.mark.parametrize(
     ("turns", "expected"),
     [
@@ -214,37 +228,6 @@ def test_marks_and_parts_share_the_columns_in_the_order_of_the_conversation(
         user(VIDEO, words(" and "), IMAGE),
     ]
     assert refs == MediaRefs(("/1.png", "/own.png", "/2.png", "/3.png"), ("/1.mp4",))
-
-
-@pytest.mark.parametrize(
-    ("turns", "columns", "detail"),
-    [
-        (
-            [{"role": "user", "content": "<image>"}, SAID, user(words("<image> <image>"))],
-            MediaRefs(("/1.png", "/2.png")),
-            "the text has 3 <image>, the row 2 image(s): /1.png, /2.png",
-        ),
-        (
-            [user(IMAGE, words("<image>"))],
-            MediaRefs(("/1.png",)),
-            "the text has 1 <image> beside 1 part(s) without data, the row 1 image(s): /1.png",
-        ),
-        (
-            [user({"type": "image", "image": "/own.png"}, words("<image>"))],
-            NOTHING,
-            "the text has 1 <image>, the row 0 image(s)",
-        ),
-        (
-            [{"role": "user", "content": "<image>"}],
-            MediaRefs(columns=frozenset({"image"})),
-            "the text has 1 <image>, the row 0 image(s)",
-        ),
-    ],
-)
-def test_marks_are_counted_over_the_whole_conversation(
-    places: MediaReader, turns: list[dict[str, Any]], columns: MediaRefs, detail: str
-) -> None:
-    assert detail in problem(places, turns, columns).detail
 
 
 def test_in_a_row_that_shows_nothing_of_a_kind_marks_are_letters(places: MediaReader) -> None:

@@ -1,8 +1,5 @@
-import pytest
-
 from lrlhf.datamodules.loading.loader import BalancedOrder, CyclicOrder, EpochOrder
 from lrlhf.datamodules.loading.splits import hold_out
-from lrlhf.datamodules.rows.preference_rows import LabelReader
 
 
 def test_shares_that_do_not_divide_are_rounded_by_largest_remainder() -> None:
@@ -61,11 +58,3 @@ def test_rows_that_belong_together_are_held_out_together_and_no_more_than_asked_
         assert {keys[row] for row in train}.isdisjoint(keys[row] for row in validation)
         held.add(tuple(validation))
     assert len(held) == 8
-
-
-@pytest.mark.parametrize(
-    ("written", "label"),
-    [("A", 1.0), ("b", -1.0), ("C", 0.0), ("equal", 0.0), ("Tie", 0.0), (" same ", 0.0)],
-)
-def test_labels_are_read_as_people_write_them(written: str, label: float) -> None:
-    assert LabelReader(("reward",)).of_candidates({"label": written}) == (label,)

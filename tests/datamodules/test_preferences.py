@@ -162,9 +162,12 @@ def test_texts_that_begin_with_their_prompt_have_it_once(
 
 
 @pytest.mark.parametrize(
-    ("label", "value"), [("A", 1.0), ("B", -1.0), ("C", 0.0), (" b ", -1.0), ("Equal", 0.0)]
+    ("label", "value"),
+    [("A", 1.0), ("B", -1.0), (" b ", -1.0), *((t, 0.0) for t in ("C", "equal", "Tie", " same "))],
 )
 def test_labels_say_which_candidate_is_better(label: str, value: float) -> None:
+    for name in ("labels", "label"):
+        assert first({**CANDIDATES, name: label}).labels.tolist() == [[value]]
     batch = first({**CANDIDATES, "preference": label, "id": 3})
     assert batch.labels.tolist() == [[value]]
     assert parts(batch.candidate0) == ("Q", f" x{END}")

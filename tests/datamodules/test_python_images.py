@@ -71,8 +71,7 @@ def test_images_in_rows_are_read_as_those_that_files_name(
     if held == "datasets":
         feature = datasets.Image() if column == "image" else datasets.List(datasets.Image())
         data = datasets.Dataset.from_list([{"prompt": asked}] * 2).add_column(
-            column,
-            [encoded(n) if column == "image" else [encoded(n)] for n in range(2)],
+            column, [encoded(n) if column == "image" else [encoded(n)] for n in range(2)]
         )
         train: Data = data.cast_column(column, feature)
     else:

@@ -63,10 +63,7 @@ def test_without_shuffling_the_oldest_comes_first_in_each_epoch(folder: Path) ->
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_files_are_dealt_to_ranks_and_the_remainder_is_told(
-    folder: Path,
-    shuffle: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    folder: Path, shuffle: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     loaders = []
     for rank in (0, 1):

@@ -142,7 +142,7 @@ SHAREGPT: list[tuple[dict[str, Any], str, str]] = [
         {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]},
         "<user>hi</>\n<assistant>yo</>\n",
         "yo</>\n",
-    ),
+    )
 ]
 CORPORA = {"calls": DIALOGUES, "parts": PARTS, "JSON text": JSON_TEXT, "ShareGPT": SHAREGPT}
 
@@ -271,10 +271,7 @@ def test_dialogues_are_learnt_alike(
     rows = [row for row, _, _ in CORPORA[corpus]]
     given = source_of(source, rows, tmp_path, monkeypatch)
     learnt = [
-        (
-            read(batch.input_ids[0]),
-            read(batch.input_ids[0][batch.response_mask[0]]),
-        )
+        (read(batch.input_ids[0]), read(batch.input_ids[0][batch.response_mask[0]]))
         for batch in batches(SupervisedDataModule, given, template, 1)
     ]
     assert learnt == [(whole, said) for _, whole, said in CORPORA[corpus]]
@@ -350,11 +347,7 @@ PAIRS: Rows = [
     },
 ]
 CHATS: Rows = [
-    {
-        "prompt": [user("q")],
-        "chosen": [says("one")],
-        "rejected": [says("two")],
-    },
+    {"prompt": [user("q")], "chosen": [says("one")], "rejected": [says("two")]},
     {"prompt": [user("r")], "chosen": [call("f", {"a": 1})], "rejected": [call("g", {"b": 2})]},
 ]
 PAIR_TEXTS = {
@@ -440,10 +433,7 @@ def called(calls: Any, **more: Any) -> dict[str, Any]:
     [
         (called([{"function": {"name": "now", "arguments": None}}]), "[now {}]</>\n"),
         (called([{"id": "1", "function": {"name": "now"}}]), "[now {}]</>\n"),
-        (
-            called(None, content="a", function_call={"name": None, "arguments": None}),
-            "a</>\n",
-        ),
+        (called(None, content="a", function_call={"name": None, "arguments": None}), "a</>\n"),
     ],
 )
 def test_what_a_table_leaves_out_of_a_call_is_nothing(row: dict[str, Any], said: str) -> None:

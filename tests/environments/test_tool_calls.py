@@ -607,10 +607,7 @@ def test_a_pattern_for_one_tool_names_it_outside() -> None:
 
 def test_a_match_that_names_no_tool_is_malformed() -> None:
     calls = RegexCalls(r"<(?P<tool>\w+)?>")
-    assert calls("<a><>") == [
-        ToolCall("a", {}),
-        MalformedCall("<>", "the call names no tool"),
-    ]
+    assert calls("<a><>") == [ToolCall("a", {}), MalformedCall("<>", "the call names no tool")]
 
 
 def test_a_pattern_that_backtracks_for_ever_is_given_up() -> None:

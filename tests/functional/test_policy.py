@@ -29,6 +29,7 @@ TOKEN_LOSSES: list[Loss] = [
     cpgd_policy_loss,
     importance_weighted_policy_loss,
 ]
+SEQUENCE_LOSSES: list[Loss] = [sequence_clipped_policy_loss, geometric_mean_policy_loss]
 EVERY_TOKEN_LOSS = pytest.mark.parametrize("loss", TOKEN_LOSSES)
 
 
@@ -84,12 +85,7 @@ def test_cpgd_clips_log_probabilities() -> None:
     logprobs, old = with_ratios(1.5, 1.5, 0.5, 0.5)
     loss = cpgd_policy_loss(logprobs, old, row(2, -2, 2, -2), ALL4, clip_range=0.25)
     # good tokens: at most old + log 1.25; bad ones: at least old + log 0.75
-    expected = [
-        -2 * math.log(0.625),
-        2 * math.log(0.75),
-        -2 * math.log(0.25),
-        2 * math.log(0.375),
-    ]
+    expected = [-2 * math.log(0.625), 2 * math.log(0.75), -2 * math.log(0.25), 2 * math.log(0.375)]
     assert loss.tolist()[0] == pytest.approx(expected)
     assert gradient(loss, logprobs) == pytest.approx([0, 2, -2, 0])
 
@@ -129,12 +125,7 @@ def test_the_sequence_loss_has_one_ratio_per_response(length_normalized: bool) -
 
     def loss(advantage: float, mask: Tensor = mask, **options: float) -> Tensor:
         return sequence_clipped_policy_loss(
-            logprobs,
-            old,
-            row(advantage)[0],
-            mask,
-            length_normalized=length_normalized,
-            **options,
+            logprobs, old, row(advantage)[0], mask, length_normalized=length_normalized, **options
         )
 
     ratio = sequence_ratio(logprobs, old, mask, length_normalized=length_normalized)
@@ -190,24 +181,7 @@ def test_the_geometric_mean_reads_nothing_outside_the_mask(outside: float) -> No
     assert gradient(loss, dirty) == pytest.approx([0, -(0.99**0.5), -(0.99**0.5), 0])
 
 
-@pytest.mark.parametrize("gap", [300.0, -300.0])
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_a_wild_token_leaves_the_geometric_mean_finite(gap: float, advantage: float) -> None:
-    logprobs = torch.tensor([[gap]], requires_grad=True)
-    given = torch.tensor([advantage])
-    loss = geometric_mean_policy_loss(logprobs, torch.zeros(1, 1), given, ALL4[:, :1])
-    assert loss.isfinite().all()
-    assert math.isfinite(gradient(loss, logprobs)[0])
-
-
-@pytest.mark.parametrize("options", [{"clip_low": -0.1}, {"clip_low": 1.1}, {"clip_high": -0.1}])
-def test_impossible_bounds_of_the_geometric_mean_are_refused(options: dict[str, float]) -> None:
-    logprobs, old = with_ratios(1, 1, 1, 1)
-    with pytest.raises(ValueError, match=next(iter(options))):
-        geometric_mean_policy_loss(logprobs, old, row(1)[0], ALL4, **options)
-
-
-@pytest.mark.parametrize("loss", [sequence_clipped_policy_loss, geometric_mean_policy_loss])
+@pytest.mark.parametrize("loss", SEQUENCE_LOSSES)
 def test_a_loss_of_whole_responses_trains_nothing_but_the_policy(loss: Loss) -> None:
     logprobs, old = with_ratios(1, 1, 1, 1)
     old.requires_grad_()
@@ -244,14 +218,15 @@ def test_what_the_mask_hides_reaches_neither_loss_nor_gradient(loss: Loss, outsi
     assert gradient(dirty, dirty_logprobs) == gradient(clean, logprobs)
 
 
-@EVERY_TOKEN_LOSS
+@pytest.mark.parametrize("loss", [*TOKEN_LOSSES, *SEQUENCE_LOSSES])
 @pytest.mark.parametrize("gap", [300.0, -300.0])
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_a_wild_token_leaves_loss_and_gradient_finite(
     loss: Loss, gap: float, advantage: float
 ) -> None:
     logprobs = torch.tensor([[gap]], requires_grad=True)
-    value = loss(logprobs, torch.zeros(1, 1), torch.tensor([[advantage]]), ALL4[:, :1])
+    advantages = torch.full((1,) if loss in SEQUENCE_LOSSES else (1, 1), advantage)
+    value = loss(logprobs, torch.zeros(1, 1), advantages, ALL4[:, :1])
     assert value.isfinite().all()
     assert math.isfinite(gradient(value, logprobs)[0])
 
@@ -276,12 +251,16 @@ def test_the_bound_on_log_ratios_is_twenty() -> None:
         (cpgd_policy_loss, {"clip_range": 1.0}, "clip_range"),
         (cpgd_policy_loss, {"drift_coef": -1.0}, "drift_coef"),
         (cpgd_policy_loss, {"drift_coef": 1.0, "drift_clip": 0.0}, "drift_clip"),
+        (geometric_mean_policy_loss, {"clip_low": -0.1}, "clip_low"),
+        (geometric_mean_policy_loss, {"clip_low": 1.1}, "clip_low"),
+        (geometric_mean_policy_loss, {"clip_high": -0.1}, "clip_high"),
     ],
 )
 def test_impossible_bounds_are_refused(loss: Loss, options: dict[str, float], culprit: str) -> None:
     logprobs, old = with_ratios(1, 1, 1, 1)
+    advantages = row(1)[0] if loss in SEQUENCE_LOSSES else row(1, 1, 1, 1)
     with pytest.raises(ValueError, match=culprit):
-        loss(logprobs, old, row(1, 1, 1, 1), ALL4, **options)
+        loss(logprobs, old, advantages, ALL4, **options)
 
 
 LOSS = torch.tensor([[1.0, 3.0, NAN], [5.0, NAN, NAN], [NAN, NAN, NAN]])
@@ -291,12 +270,7 @@ COUNTS = ~LOSS.isnan()
 @pytest.mark.parametrize(
     ("mode", "total", "own"),
     # 2 + 5 + 0 by 3 rows; 1 + 3 + 5 by 3 tokens; 9 by 3 rows · width 3
-    [
-        ("sequence_mean", 7, 3),
-        ("sequence_sum", 9, 3),
-        ("token_mean", 9, 3),
-        ("constant", 9, 9),
-    ],
+    [("sequence_mean", 7, 3), ("sequence_sum", 9, 3), ("token_mean", 9, 3), ("constant", 9, 9)],
 )
 def test_aggregation_by_hand(mode: str, total: float, own: float) -> None:
     assert aggregate(LOSS, COUNTS, mode=mode).item() == pytest.approx(total / own)

@@ -264,10 +264,7 @@ def test_the_key_of_a_file_is_that_of_its_content(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("family", "written"),
-    [
-        ("qwen2_vl", "<|vision_start|><|image_pad|><|vision_end|>"),
-        ("llava", "<image>"),
-    ],
+    [("qwen2_vl", "<|vision_start|><|image_pad|><|vision_end|>"), ("llava", "<image>")],
 )
 def test_the_written_form_of_an_image_is_what_the_template_makes_of_it(
     family: str, written: str

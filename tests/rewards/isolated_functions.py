@@ -65,11 +65,7 @@ def surroundings(completions: Sequence[str], log_extra: Any) -> list[float]:
 
 def returns(completions: Sequence[str]) -> Any:
     """Return what the first completion names."""
-    return {
-        "an object": [object(), 1.0],
-        "short": [1.0],
-        "huge": [1.0] * 10**6,
-    }[completions[0]]
+    return {"an object": [object(), 1.0], "short": [1.0], "huge": [1.0] * 10**6}[completions[0]]
 
 
 # what a single completion does to its process

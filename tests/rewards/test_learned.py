@@ -47,9 +47,7 @@ def classifier_folder(
 
 @pytest.fixture(scope="module")
 def two_heads_folder(
-    tmp_path_factory: pytest.TempPathFactory,
-    model_folder: str,
-    tokenizer: PreTrainedTokenizerBase,
+    tmp_path_factory: pytest.TempPathFactory, model_folder: str, tokenizer: PreTrainedTokenizerBase
 ) -> str:
     folder = tmp_path_factory.mktemp("two-heads")
     network = ScoreModel(source=model_folder, heads=["kind", "true"], pooling="mean").load()
@@ -100,11 +98,9 @@ def test_special_tokens_of_plain_text_are_an_option(
         shutil.copy(file, tmp_path)
     marked.save_pretrained(tmp_path)
     ids = tokenizer("2 + 2 = 4", add_special_tokens=False)["input_ids"]
-    expected = {
-        "with_eos": [before, *ids, end],
-        "tokenizer": [before, *ids],
-        "none": ids,
-    }[special_tokens]
+    expected = {"with_eos": [before, *ids, end], "tokenizer": [before, *ids], "none": ids}[
+        special_tokens
+    ]
     reward = LearnedReward(str(tmp_path), special_tokens=special_tokens)
     result = score(reward, ["2 + 2 ="], [" 4"])
     right = reference_score(str(tmp_path), expected)

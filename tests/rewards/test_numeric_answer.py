@@ -32,13 +32,7 @@ def test_numbers_are_read_as_people_write_them(text: str, expected: list[Fractio
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("$72$", 72),
-        ("12 apples", 12),
-        ("30 square metres", 30),
-        ("x^2", None),
-    ],
+    ("text", "expected"), [("$72$", 72), ("12 apples", 12), ("30 square metres", 30), ("x^2", None)]
 )
 def test_a_text_that_is_one_number_is_told_from_others(text: str, expected: int | None) -> None:
     assert only_number(text) == expected

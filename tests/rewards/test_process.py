@@ -52,10 +52,7 @@ def reference(folder: str, tokenizer: Any, prompt: str, steps: Sequence[str]) ->
 
 
 def score(
-    function: Any,
-    prompts: Sequence[Any] = PROMPTS,
-    texts: Sequence[Any] = TEXTS,
-    **options: Any,
+    function: Any, prompts: Sequence[Any] = PROMPTS, texts: Sequence[Any] = TEXTS, **options: Any
 ) -> RewardResult:
     rewards = Rewards([function], max_unscorable_fraction=1.0, **options)
     return rewards.score(prompts, texts, [[1]] * len(texts), [{}] * len(texts))

@@ -361,10 +361,7 @@ def test_the_least_busy_service_is_next_and_those_that_failed_come_last() -> Non
 
 
 def test_a_broken_service_is_spared_until_it_is_back(
-    server: Server,
-    other: Server,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    server: Server, other: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service_client, "_COOLDOWN_S", 0.5)
     monkeypatch.setattr(service_client, "_BREAKER_FAILURES", 2)

@@ -70,8 +70,5 @@ class ScriptedEngine(RolloutEngine):
                 self.wrote.append(ids)
         self.calls.append(len(seeds))
         return assemble_rollout(
-            prompts,
-            responses,
-            num_generations=num_generations,
-            pad_id=self.tokenizer.pad_token_id,
+            prompts, responses, num_generations=num_generations, pad_id=self.tokenizer.pad_token_id
         )

@@ -408,8 +408,7 @@ def test_a_long_conversation_with_many_forks_is_fast(monkeypatch: pytest.MonkeyP
 
 
 SHOUTS = FORGETFUL.replace(
-    "m.content.split('</think>')[-1]",
-    "m.content | upper if m.role == 'assistant' else m.content",
+    "m.content.split('</think>')[-1]", "m.content | upper if m.role == 'assistant' else m.content"
 )
 """Rewrites whatever the policy wrote."""
 

@@ -86,10 +86,7 @@ def turns() -> Rollout:
 
 def test_given_tokens_are_seen_and_not_trained_on() -> None:
     rollout = turns()
-    assert rollout.input_ids.tolist() == [
-        [10, 11, 1, 2, 7, 8, 9, 3],
-        [12, 6, 4, 0, 0, 0, 0, 0],
-    ]
+    assert rollout.input_ids.tolist() == [[10, 11, 1, 2, 7, 8, 9, 3], [12, 6, 4, 0, 0, 0, 0, 0]]
     assert rollout.attention_mask.tolist() == [[True] * 8, [True] * 3 + [False] * 5]
     assert rollout.response_mask.long().tolist() == [
         [0, 0, 1, 1, 0, 0, 0, 1],

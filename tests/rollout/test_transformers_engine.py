@@ -105,11 +105,7 @@ def test_a_response_depends_on_its_seed_and_not_on_its_neighbours(
 def test_first_tokens_follow_the_policys_distribution(language_model, tokenizer) -> None:
     size = 3000
     rollout = generate(
-        language_model,
-        tokenizer,
-        Sampling(max_new_tokens=1),
-        texts=("b",),
-        num_generations=size,
+        language_model, tokenizer, Sampling(max_new_tokens=1), texts=("b",), num_generations=size
     )
     counts = torch.bincount(
         torch.tensor([response[0] for response in responses(rollout)]), minlength=len(tokenizer)

@@ -235,9 +235,7 @@ def test_requests_go_to_those_with_weights_while_others_join(
     assert ask(engine) == [1]
 
 
-def test_what_failed_in_an_old_life_says_nothing_of_the_servers_of_the_next(
-    engine: Engine,
-) -> None:
+def test_what_failed_in_an_old_life_says_nothing_of_the_servers_of_the_next(engine: Engine) -> None:
     old = engine._targets
     assert old is not None
     engine.close()

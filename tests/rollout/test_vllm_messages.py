@@ -97,16 +97,8 @@ def test_options_out_of_range_are_refused() -> None:
         (VLLMServerEngine, {"max_restarts": -1}, r"engine\.max_restarts is -1"),
         (VLLMServerEngine, {"stall_timeout": 0}, r"engine\.stall_timeout is 0"),
         (VLLMEngine, {"transport": "gloo"}, r"transport: expected one of auto, inproc, got 'gloo'"),
-        (
-            VLLMServerEngine,
-            {"transport": "inproc"},
-            r"transport: expected one of .*ipc, gloo, got 'inproc'",
-        ),
-        (
-            VLLMServerEngine,
-            {"transport": "nccl"},
-            r"transport is 'nccl', which needs a GPU",
-        ),
+        (VLLMServerEngine, {"transport": "inproc"}, r"transport: expected one of .*, got 'inproc'"),
+        (VLLMServerEngine, {"transport": "nccl"}, r"transport is 'nccl', which needs a GPU"),
         (VLLMEngine, {"lora": "both"}, r"engine\.lora is 'both'; take auto, adapter or merged"),
         (VLLMEngine, {"sleep": True}, r"engine\.sleep .* there is no GPU: drop it"),
     ):

@@ -164,10 +164,7 @@ def ids(responses: list[Response]) -> list[list[int]]:
         ({"logprobs": None}, "answer cannot be read"),
         ({"token_ids": [], "logprobs": {"content": []}, "weight_versions": []}, "without a token"),
         ({"weight_versions": None}, "version of every token"),
-        (
-            {"weight_versions": [{"version": "new", "start": 0, "end": 1}]},
-            "version of every token",
-        ),
+        ({"weight_versions": [{"version": "new", "start": 0, "end": 1}]}, "version of every token"),
         ({"weight_versions": [{"version": "x", "start": 0, "end": 2}]}, "other weights than it wa"),
     ],
 )

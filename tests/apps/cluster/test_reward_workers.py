@@ -136,10 +136,7 @@ def test_episodes_are_scored_as_without_ray(through_a_worker: Callable[..., RayR
     episodes, completions = [one for one, _ in played], [turns for _, turns in played]
     given: Any = ([one.prompt for one in episodes], completions, [[1, 2]] * 3, [{"step": 1}] * 3)
     further: Any = {
-        "on_request": {
-            "episodes": episodes,
-            "environments": [one.environment for one in episodes],
-        },
+        "on_request": {"episodes": episodes, "environments": [one.environment for one in episodes]},
         "failed": {1: "it broke"},
         "limited": False,
     }

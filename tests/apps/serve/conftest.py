@@ -108,10 +108,7 @@ def serving() -> Iterator[Callable[..., Client]]:
         **queue: Any,
     ) -> Client:
         service = RewardService(
-            scorer,
-            token=token,
-            limits=RequestLimits(**limits or {}),
-            queue=QueueOptions(**queue),
+            scorer, token=token, limits=RequestLimits(**limits or {}), queue=QueueOptions(**queue)
         )
         started.append(service)
         service.batcher.start()

@@ -129,9 +129,7 @@ def test_a_request_that_stays_half_sent_is_cut(listening: Listening) -> None:
 
 
 @pytest.mark.usefixtures("_soon")
-def test_a_client_that_does_not_read_its_answers_is_cut(
-    listening: Listening,
-) -> None:
+def test_a_client_that_does_not_read_its_answers_is_cut(listening: Listening) -> None:
     address = listening(token=TOKEN, timeout_s=0.4)
     connection = address.connect()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -157,9 +155,7 @@ def test_strangers_make_room_for_others_and_clients_with_a_token_stay(
     assert [answer_of(connection) for connection in held[:20]] == [""] * 20
 
 
-def test_bodies_that_do_not_arrive_take_no_place(
-    listening: Listening,
-) -> None:
+def test_bodies_that_do_not_arrive_take_no_place(listening: Listening) -> None:
     address = listening(token=TOKEN, max_queue=1, timeout_s=2)
     slow = [address.connect(KNOWN, b"content-length: 1000\r\n\r\n{") for _ in range(3)]
     wait_until(lambda: len(address.service.batcher.places) == 3)

@@ -21,10 +21,7 @@ from tests.vlms import picture
 _SECONDS = 20.0
 _EXAMPLES = int(os.environ.get("LRLHF_FUZZ_EXAMPLES", "25"))
 fuzzed = settings(
-    derandomize=True,
-    max_examples=_EXAMPLES,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
+    derandomize=True, max_examples=_EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 PNG = text_of(file_of(Image.new("RGB", (30, 30))))

@@ -267,23 +267,14 @@ BAD: list[tuple[Any, str]] = [
         "messages[0].tool_calls: the arguments of f are no object in JSON",
     ),
     ({"messages": HI, "n": 2}, "n: this endpoint does not have that; it takes 1"),
-    (
-        {"messages": HI, "logprobs": True},
-        "logprobs: this endpoint does not have that; it takes",
-    ),
-    (
-        {"messages": HI, "response_format": {"type": "json_object"}},
-        "response_format: this",
-    ),
+    ({"messages": HI, "logprobs": True}, "logprobs: this endpoint does not have that; it takes"),
+    ({"messages": HI, "response_format": {"type": "json_object"}}, "response_format: this"),
     ({"messages": HI, "tool_choice": "required"}, 'it takes "auto" or "none"'),
     (
         {"messages": HI, "functions": [{}]},
         "functions: this endpoint does not have that; leave it out",
     ),
-    (
-        {"messages": HI, "tools": [{"type": "web_search"}]},
-        "tools[0].type: Input should be",
-    ),
+    ({"messages": HI, "tools": [{"type": "web_search"}]}, "tools[0].type: Input should be"),
     ({"messages": HI, "max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
     ({"messages": HI, "stream": "yes"}, "stream: Input should be a valid boolean"),
 ]
