@@ -43,14 +43,14 @@ class ShowsOptions(TakesOptions):
         return (given_arguments(self) or {}).get(name, default)
 
     def __getattr__(self, name: str) -> Any:
-        if self.__dict__.get(_BUILT) and name in parameters_of(type(self))[0]:
-            return self.option_in_force(name)
-        try:
-            parent = super().__getattr__  # type: ignore[misc]
-        except AttributeError:
+        try:  # a module has its parts behind this
+            return super().__getattr__(name)  # type: ignore[misc]
+        except AttributeError as error:
+            if self.__dict__.get(_BUILT) and name in parameters_of(type(self))[0]:
+                return self.option_in_force(name)
             text = f"{type(self).__name__!r} object has no attribute {name!r}"
-            raise AttributeError(text, name=name, obj=self) from None
-        return parent(name)
+            missing = "super" in str(error)
+            raise AttributeError(text, name=name, obj=self) if missing else error from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self.__dict__.get(_BUILT) and self.is_fixed(name):
@@ -63,9 +63,13 @@ class ShowsOptions(TakesOptions):
 
     def is_fixed(self, name: str) -> bool:
         """Whether a name is an option that nothing reads after the constructor."""
-        parts = (vars(self), *(vars(self).get(kept, {}) for kept in ("_modules", "_parameters")))
-        known = any(name in part for part in parts) or hasattr(type(self), name)
-        return not known and name in parameters_of(type(self))[0]
+        if name not in parameters_of(type(self))[0] or name in vars(self):
+            return False
+        try:
+            super().__getattr__(name)  # type: ignore[misc]
+        except AttributeError:
+            return not hasattr(type(self), name)
+        return False
 
 
 class KeepsArguments(TakesOptions):

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from lrlhf.arguments import KeepsArguments
+from lrlhf.run.lightning_internals import open_writer, wandb_options
 
 _X_AXIS = "trainer/global_step"
 
@@ -123,7 +124,7 @@ class ResumingWandbLogger(KeepsArguments, WandbLogger):
     @rank_zero_only
     def finalize(self, status: str) -> None:
         super().finalize(status)
-        run = self._experiment
+        run = open_writer(self)
         if not self._numbers_rows and run is not None and run.id == self._run_id:
             # a training that follows would write to the run that is active
             run.finish()
@@ -145,9 +146,9 @@ class ResumingWandbLogger(KeepsArguments, WandbLogger):
         options = self._options | {"job_type": self._options.get("job_type") or stage}
         evaluation = ResumingWandbLogger(id=secrets.token_hex(4), **options)
         evaluation._numbers_rows = False
-        if self._run_id is not None and self._experiment is not None:
+        if self._run_id is not None and open_writer(self) is not None:
             # Lightning would write to the run of the training, which is active
-            run = import_module("wandb").init(**evaluation._wandb_init, reinit="create_new")
+            run = import_module("wandb").init(**wandb_options(evaluation), reinit="create_new")
             evaluation._options["experiment"] = run
         evaluation.start_run()
         return evaluation

@@ -267,7 +267,7 @@ class PolicyModule(TrainingModule):
 
     def is_fixed(self, name: str) -> bool:
         """Whether a name is an option that was handed on to the parts of the module."""
-        return name in parameters_of(type(self))[0] and name not in self._modules
+        return name in parameters_of(type(self))[0] and name not in dict(self.named_children())
 
     # ---- one iteration
 

@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import (
     DDPStrategy,
@@ -297,9 +297,14 @@ class Commands(LightningCLI):
         """Leave the config as it is: Lightning would let what a checkpoint stores overrule it."""
 
 
-def open_writer(logger: TensorBoardLogger) -> Any:
-    """Return the writer of a TensorBoard log; None: it has none yet, or no more."""
+def open_writer(logger: TensorBoardLogger | WandbLogger) -> Any:
+    """Return TensorBoard's writer or W&B's run of a log; None: it has none yet, or no more."""
     return logger._experiment
+
+
+def wandb_options(logger: WandbLogger) -> dict[str, Any]:
+    """Return what a W&B log starts its run with."""
+    return logger._wandb_init
 
 
 def forget_writer(logger: TensorBoardLogger) -> None:
