@@ -21,9 +21,9 @@ from lrlhf.models import CausalLM, load_config
 from lrlhf.models.loading.model_sources import locate
 from lrlhf.models.loading.reward_files import HEAD_CONFIG
 from lrlhf.modules.policy.load_policy import LoadedPolicy, load_policy
+from lrlhf.modules.policy_module import PolicyModule
 from lrlhf.options.conversion import convert
 from lrlhf.options.errors import ConfigError
-from lrlhf.options.parser import Parser
 from lrlhf.rollout import Sampling
 from lrlhf.run.checkpoints.checkpoint_reader import is_folder_checkpoint
 from lrlhf.run.checkpoints.checkpoint_search import SUFFIX, newest_intact
@@ -254,24 +254,22 @@ def _run_of(checkpoint: Path, *, trusted: bool) -> _Run:
             f"{path}: the module {name or '?'} has no option policy, so what generates is not "
             "known; export its model (lrlhf export), and give that folder"
         )
-    parser = Parser(exit_on_error=False)
-    parser.add_argument("--policy", type=str | CausalLM)
-    parser.add_argument("--sampling", type=Sampling)
     run_options = {name: options[name] for name in ("policy", "sampling") if options.get(name)}
     refuse_foreign_code(run_options, path, trusted=trusted)
-    built = parser.instantiate_classes(parser.parse_object(run_options))
-    spec = CausalLM(source=built.policy) if isinstance(built.policy, str) else built.policy
     data = _section(_section(config, "data"), "init_args")
     prompts = {key: data[key] for key in _PROMPT_OPTIONS if data.get(key)}
     if data.get("split_special_tokens") is False:
         prompts["split_special_tokens"] = False
     try:
+        built = convert(PolicyModule, run_options, PolicyModule)
         convert(PromptDataModule, prompts, PromptDataModule)
     except TypeError as error:
         raise ConfigError(f"{path}: {error}") from error
+    policy = built["policy"]
+    spec = CausalLM(source=policy) if isinstance(policy, str) else policy
     if not trusted:
         _refuse_foreign_template(prompts.get("chat_template") or "", path)
-    return _Run(spec, built.sampling or Sampling(), prompts)
+    return _Run(spec, built.get("sampling") or Sampling(), prompts)
 
 
 def _refuse_foreign_template(template: str, config: Path) -> None:

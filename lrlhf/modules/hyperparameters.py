@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser, get_loader, set_loader
+from jsonargparse import get_loader, set_loader
 
 from lrlhf.arguments import given_arguments
 from lrlhf.foreign_files import check_text, foreign_code, read_yaml
@@ -166,39 +166,13 @@ def build_again(
             f"it, {kind.__name__}.load_from_checkpoint(path, {call})"
         )
     stored_options = {name: value for name, value in options.items() if name not in changed}
-    return kind(**_instantiated(kind, stored_options, changed, where), **changed)
-
-
-def _instantiated(
-    kind: type, options: Mapping[str, Any], changed: Mapping[str, Any], where: Path
-) -> dict[str, Any]:
-    """Make objects of a class's stored arguments."""
-    parser = ArgumentParser(exit_on_error=False)
-    known = inspect.signature(kind).parameters.values()
-    parser.add_class_arguments(
-        kind, "module", skip={*changed}, instantiate=False, fail_untyped=False
-    )
-    free = {}
-    if any(part.kind is inspect.Parameter.VAR_KEYWORD for part in known):
-        typed = parser.get_defaults().get("module", {})
-        # what nobody names goes on as it is, but not the description of an object
-        free = {
-            name: value
-            for name, value in options.items()
-            if name not in typed and not (isinstance(value, Mapping) and "class_path" in value)
-        }
     try:
-        config = parser.parse_object(
-            {"module": {name: value for name, value in options.items() if name not in free}}
-        )
-    except ArgumentError as error:
+        return kind(**stored_options, **changed)
+    except TypeError as error:
         raise ValueError(
             f"what {where} says {kind.__name__} was built from does not fit this version: {error}; "
             "pass what has changed as arguments of load_from_checkpoint"
         ) from error
-    built = parser.instantiate(config).module
-    # not its vars(): there, names that are methods of a namespace too are spelt otherwise
-    return {name: built[name] for name in options if name in built} | free
 
 
 def _class_of(path: str | None, kind: type[ModuleT], where: Path) -> type[ModuleT]:

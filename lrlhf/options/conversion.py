@@ -125,8 +125,8 @@ def fits(value: Any, kind: Any) -> bool:
             value, bool
         )
     if origin in (None, Callable) and kind is not None:
-        if not isinstance(origin or kind, type):
-            return True  # a type variable, or Any
+        if kind is Any or not isinstance(origin or kind, type):
+            return True  # or a type variable
         if typing.Protocol in (origin or kind).__mro__:  # rows of data, of which a dict is columns
             return not (isinstance(value, Mapping) and "class_path" in value)
         return isinstance(value, origin or kind)
