@@ -48,9 +48,9 @@ def refuse_strategy(strategy: Any) -> None:
         return
     near = [one for one in _STRATEGIES if strategy.lower() in one]
     near = near or difflib.get_close_matches(strategy, _STRATEGIES, n=1)
-    meant = f"; did you mean '{near[0]}'?" if near else ""
+    nearest = f"; did you mean '{near[0]}'?" if near else ""
     listed = ", ".join(_STRATEGIES)
-    raise ValueError(f"there is no strategy '{strategy}'{meant} (there are {listed})")
+    raise ValueError(f"there is no strategy '{strategy}'{nearest} (there are {listed})")
 
 
 def refuse_accelerator(name: Any) -> None:

@@ -21,7 +21,7 @@ _EXPECTED = re.compile(r"Expected an? (?P<type>.+?)(?:\. Got value: (?P<value>.*
 
 
 class _Rule(NamedTuple):
-    """How a sentence of jsonargparse is said here; `key` and `value` of the pattern are kept."""
+    """How a sentence of jsonargparse is written here; `key` and `value` of the pattern are kept."""
 
     pattern: str
     sentence: str
@@ -206,15 +206,15 @@ def _is_row(complaint: Complaint, given: str) -> bool:
 def _read_leaf(text: str) -> Complaint:
     for rule in _RULES:
         if match := re.match(rule.pattern, text):
-            said = match.groupdict()
-            near = _hint_in_module(said["value"]) if "{near}" in rule.sentence else ""
-            path = [part for name in ("group", "key") for part in said.get(name, "").split(".")]
-            expected = f"a {said.get('type')} (class_path and init_args)"
+            groups = match.groupdict()
+            near = _hint_in_module(groups["value"]) if "{near}" in rule.sentence else ""
+            path = [part for name in ("group", "key") for part in groups.get(name, "").split(".")]
+            expected = f"a {groups.get('type')} (class_path and init_args)"
             return Complaint(
                 path=tuple(filter(None, path)),
-                sentence=rule.sentence.format(**said, near=near),
+                sentence=rule.sentence.format(**groups, near=near),
                 expected=() if rule.sentence else (expected,),
-                value=said.get("value"),
+                value=groups.get("value"),
                 rank=rule.rank,
             )
     if match := _EXPECTED.match(text):

@@ -407,7 +407,171 @@ def test_a_picture_in_a_column_of_another_name_is_refused(cell: object) -> None:
     turns = [turn("user", "q"), turn("assistant", "a")]
     row = {"messages": turns, "photo": cell}
     data = SupervisedDataModule([row], tokenizer=TOKENIZER, batch_size=1)
-    assert "nothing of column `photo`" in refusal(data)
+    assert "does not read column `photo`" in refusal(data)
+
+
+def each_turn(content: str = "{{ m.content }}", more: str = "") -> str:
+    """Return a template that writes something for each turn."""
+    said = f"{{% for m in messages %}}{ROLE}{content}{more}<|im_end|>\n{{% endfor %}}"
+    return said + OPEN
+
+
+SECOND = {"type": "function", "function": {"name": "second", "arguments": {"y": "VALUE"}}}
+TWO_CALLS = [ASK, turn("assistant", "", tool_calls=[CALL, SECOND])]
+SCHEMA = {"type": "object", "properties": {"x": {"type": "string"}}}
+DESCRIBED = {"name": "f", "description": "VALUE", "parameters": SCHEMA}
+TWO_TOOLS = [TOOL, {"type": "function", "function": DESCRIBED}]
+FIRST_CALL = each_turn(more="{% if m.tool_calls %}{{ m.tool_calls[0] | tojson }}{% endif %}")
+NAMES = each_turn(more="{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}")
+FIRST_TOOL = "{% if tools %}{{ tools[0] | tojson }}{% endif %}" + CHATML
+TOOL_NAMES = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}" + CHATML
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "options", "refused", "told"),
+    [
+        (FIRST_CALL, {"messages": TWO_CALLS}, LAST, True, ["tool_calls.name", "calls.arguments"]),
+        (NAMES, {"messages": TWO_CALLS}, LAST, True, ["tool_calls.arguments"]),
+        # in a prompt, what is read of a call is not learnt
+        (NAMES, {"messages": [*TWO_CALLS, ASK, REPLY]}, LAST, False, ["tool_calls.arguments"]),
+        (FIRST_TOOL, {"messages": [ASK, REPLY], "tools": TWO_TOOLS}, {}, False, ["tools.name"]),
+        (
+            TOOL_NAMES,
+            {"messages": [ASK, REPLY], "tools": json.dumps(TWO_TOOLS)},
+            {},
+            False,
+            ["tools.description", "tools.parameters"],
+        ),
+        # turns as text, as a .csv has them
+        (
+            CHATML,
+            {"messages": json.dumps([ASK, {**REPLY, "reasoning_content": "VALUE"}])},
+            {},
+            True,
+            ["reasoning_content"],
+        ),
+    ],
+)
+def test_what_is_lost_of_calls_and_tools_is_named_by_its_field(
+    template: str,
+    row: dict[str, Any],
+    options: dict[str, Any],
+    refused: bool,
+    told: list[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    data = supervised([row], chat_template=template, **options)
+    if refused:
+        text = refusal(data)
+    else:
+        data.setup("fit")
+        text = caplog.text
+    assert all(name in text for name in told)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "m.content[:5]",
+        "m.content | truncate(12)",
+        "m.content | striptags",
+        "m.content.splitlines()[0]",
+        "m.content.split()[0]",
+        "m.content.replace('SECRET', '')",
+    ],
+)
+@pytest.mark.parametrize("role", ["system", "user", "assistant"])
+def test_contents_that_a_template_shortens(content: str, role: str) -> None:
+    chat = [turn("system", "sys"), turn("user", "ask"), turn("assistant", "reply")]
+    number = ["system", "user", "assistant"].index(role)
+    chat[number]["content"] = "some <b>SECRET</b>\nlines of text"
+    template = each_turn(f"{{{{ {content} if m.role == '{role}' else m.content }}}}")
+    told = refusal(supervised([{"messages": chat}], chat_template=template))
+    assert f"the exact text of `content` of turns of the {role}" in told
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{{ m.content | trim }}", "{{ m.content | tojson }}", "{{ {'said': m.content} }}"],
+)
+def test_contents_that_are_written_in_another_form_are_whole(content: str) -> None:
+    chat = [turn("user", " a 'quote'\n"), turn("assistant", "\"é\" and 'more'\n")]
+    supervised([{"messages": chat}], chat_template=each_turn(content), **LAST).setup("fit")
+
+
+def test_a_column_that_is_cut_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    row = {"prompt": "a question of some length", "completion": "an answer that is long"}
+    cut = each_turn("{{ m.content[:5] }}")
+    supervised([row], chat_template=cut, as_chat=True).setup("fit")
+    assert "the exact text of column `prompt`" in caplog.text
+    assert "the exact text of column `completion`" in caplog.text
+
+
+# what they leave out depends on other turns, or on values
+FICKLE = {
+    "last result": "{% for m in messages %}{% if m.role != 'tool' or loop.last or "
+    "messages[loop.index0 + 1].role != 'tool' %}"
+    + ROLE
+    + "{{ m.content }}"
+    + CALLS
+    + "<|im_end|>\n{% endif %}"
+    "{% endfor %}" + OPEN,
+    "one system turn": "{% for m in messages %}{% if loop.first or m.role != 'system' %}"
+    + ROLE
+    + "{{ m.content }}"
+    + CALLS
+    + "<|im_end|>\n{% endif %}{% endfor %}"
+    + OPEN,
+    "thoughts of long answers": each_turn(
+        more="{% if m.content | length > 4 %}{{ m.reasoning_content or '' }}{% endif %}" + CALLS
+    ),
+    "some answers": "{% for m in messages %}{% if m.content != 'skip' %}"
+    + ROLE
+    + "{{ m.content }}"
+    + CALLS
+    + "<|im_end|>\n{% endif %}{% endfor %}"
+    + OPEN,
+    "first words": each_turn("{{ m.content[:6] }}", CALLS),
+    "first call": FIRST_CALL,
+    "names": NAMES,
+}
+
+
+def fickle_row(dice: random.Random) -> dict[str, Any]:
+    """Return a chat in which turns repeat, and values differ in length and in what they are."""
+    chat = [turn("system", f"s{n}") for n in range(dice.choice([0, 0, 1, 2]))]
+    for _ in range(dice.randint(1, 2)):
+        chat.append(turn("user", f"q{dice.randint(0, 99)}"))
+        if dice.random() < 0.4:
+            chat.append(turn("assistant", "c", tool_calls=dice.choice([[CALL], [CALL, SECOND]])))
+            results = range(dice.randint(1, 3))
+            chat += [turn("tool", f"r{dice.randint(0, 99)}") for _ in results]
+        thought = {"reasoning_content": f"t{dice.randint(0, 99)}"} if dice.random() < 0.5 else {}
+        chat.append(turn("assistant", dice.choice(["no", "skip", "long one", "short"]), **thought))
+    return {"messages": chat}
+
+
+def usable(rows: list[dict[str, Any]], **options: Any) -> list[int]:
+    """Return the numbers of the rows that can be used."""
+    data = supervised(rows, max_bad_fraction=1.0, loss_on="completion", **options)
+    try:
+        data.setup("fit")
+    except BadDataError:  # none
+        return []
+    return [int(batch.places[0].rpartition(":")[2]) - 1 for batch in data.train_dataloader()]
+
+
+@pytest.mark.parametrize("name", FICKLE)
+def test_no_row_decides_what_becomes_of_another(name: str) -> None:
+    dice = random.Random(0)
+    rows = [fickle_row(dice) for _ in range(80)]
+    alone = [bool(usable([row], chat_template=FICKLE[name])) for row in rows]
+    assert any(alone)
+    assert not all(alone)
+    for _ in range(2):
+        order = dice.sample(range(len(rows)), len(rows))
+        together = usable([rows[number] for number in order], chat_template=FICKLE[name])
+        assert together == [place for place, number in enumerate(order) if alone[number]]
 
 
 def some_row(dice: random.Random) -> dict[str, Any]:

@@ -173,6 +173,15 @@ def with_system(
     return ({"role": "system", "content": text}, *messages)
 
 
+def read_tools(row: Row) -> list[dict[str, Any]]:
+    """Read the descriptions of tools that a row has.
+
+    Raises:
+        BadRow: They are none.
+    """
+    return [_tool(tool) for tool in structure_of(row, "tools", list) or []]
+
+
 def _tool(value: object) -> dict[str, Any]:
     """Read a description of a tool, or that with JSON text for a schema in it."""
     tool = structure_of({"tools": value}, "tools", dict)
@@ -422,8 +431,7 @@ class ChatFormat:
         return len(before), len(until)
 
     def _tools(self, row: Row) -> list[dict[str, Any]] | None:
-        tools = structure_of(row, "tools", list) or self.tools
-        return [_tool(tool) for tool in tools] if tools else None
+        return read_tools(row) or [_tool(tool) for tool in self.tools or ()] or None
 
     def _unclear(self, messages: Sequence[Message], number: int, what: str) -> BadRow:
         turn = messages[number]

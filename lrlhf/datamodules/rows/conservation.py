@@ -1,9 +1,10 @@
-"""What becomes of each value of a row: it is learnt, read, used otherwise, or lost.
+"""What becomes of each value of a row: it is learnt, read, used otherwise, or unused.
 
-For each structure of rows (columns, roles, keys of turns, kinds of contents) that is found out
-once, by parsing a row of it whose texts are replaced by marks: what stands in the text that the
-model reads arrived there. A value whose mark is nowhere is changed or removed by itself; if what
-comes of the row stays the same, nothing reads this value.
+For each structure of rows (columns, kinds of turns and which follow which, which texts stand in
+what the model reads) that is found out once, by parsing a row of it whose texts are replaced by
+marks: what stands in the text that the model reads arrived there. A value whose mark is nowhere is
+changed or removed by itself; if what comes of the row stays the same, nothing reads this value. A
+text whose mark arrives, and which is not in the text itself, is shortened or rewritten.
 """
 
 from __future__ import annotations
@@ -12,15 +13,24 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import chain, pairwise
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from PIL import Image
 
+from lrlhf.datamodules.loading.plain_rows import read_turns
 from lrlhf.datamodules.loading.sources import Row
 from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, Unused
-from lrlhf.datamodules.rows.chat import LOSS_MARKS, SYSTEM_COLUMNS, THOUGHT_KEYS, usual_role
+from lrlhf.datamodules.rows.chat import (
+    LOSS_MARKS,
+    SYSTEM_COLUMNS,
+    THOUGHT_KEYS,
+    read_messages,
+    read_tools,
+)
 from lrlhf.datamodules.rows.columns import is_empty
 from lrlhf.datamodules.rows.media_rows import KINDS, media_columns
 from lrlhf.models import unsplit
@@ -30,8 +40,9 @@ DraftT = TypeVar("DraftT")
 At = tuple[str | int, ...]
 """Where a value stands in a row: column, number of the turn, key, …"""
 
-_CALL_KEYS = ("tool_calls", "function_call")
 _CALL_PARTS = ("tool_use", "tool_call")
+_CALL_FIELDS = ("name", "arguments", "input")
+"""What of a call the model says; identifiers and the like are not of its choice."""
 _PICTURES = frozenset(
     column
     for suffix in ("", "_0", "_1", "_chosen", "_rejected")
@@ -39,12 +50,14 @@ _PICTURES = frozenset(
 )
 _REMOVED = object()
 _LAST = 2
+_SHORT = 12
 _FIRST_MARK, _OTHER = 0xF0000, 0x10000
 """Characters of private use, and how far it is from those to the other ones."""
-_TOOLS, _KWARGS = "tools", "chat_template_kwargs"
+_TOOLS, _CALLS, _KWARGS = "tools", "tool_calls", "chat_template_kwargs"
+_MEDIA_MARK = re.compile(r"<[^<>\s]*(?:image|img|video|audio)[^<>\s]*>|\[IMG\]", re.IGNORECASE)
 _EMPTY = ("", "[]", "{}", "null")
 """Texts of cells that hold nothing, some of them as JSON."""
-_STRUCTURAL = ("role", "from", "type")
+_STRUCTURAL = ("role", "type")
 """Keys whose values say what the others are."""
 
 
@@ -65,6 +78,8 @@ class Reached(NamedTuple):
 
 def after(prompt: str, text: str) -> str:
     """Return what a text adds to a prompt."""
+    if text.startswith(prompt):  # at once; letter by letter takes as long as all else
+        return text[len(prompt) :]
     return text[len(commonprefix([prompt, text])) :]  # noqa: RUF071  of letters, as it is meant
 
 
@@ -72,13 +87,15 @@ class Kind(NamedTuple):
     """What values of many rows have in common."""
 
     key: str
-    """Of a turn or a part, or the column."""
+    """Of a turn or a part, or the column; of a call or a tool also that of the field in it."""
     role: str = ""
     """Of the turn; empty: it is a column."""
     part: str = ""
     """Type of the content part that has the key; empty: the turn itself has it."""
     before: str = ""
-    """Mark of the template that follows this piece of a text."""
+    """Mark of the template, or of a picture, that follows this piece of a text."""
+    exact: bool = False
+    """The text arrives, but not as it is."""
 
     def __str__(self) -> str:
         if not self.role:
@@ -86,18 +103,26 @@ class Kind(NamedTuple):
         else:
             part = f"parts of type {self.part} in " if self.part else ""
             name = f"`{self.key}` of {part}turns of the {self.role}"
-        return f"what stands before {self.before!r} in {name}" if self.before else name
+        name = f"what stands before {self.before!r} in {name}" if self.before else name
+        return f"the exact text of {name}" if self.exact else name
+
+    @property
+    def outer(self) -> str:
+        """Key or column that the value is in."""
+        return self.key.partition(".")[0]
 
     @property
     def remedy(self) -> str:
-        """What to do where such values are lost."""
+        """What to do where such values are unused."""
+        if self.exact:
+            return "give a `chat_template` that keeps it as it is"
         if not self.role and self.key in SYSTEM_COLUMNS:
             return "make the rows chats (`as_chat: true`), or leave the column out"
         if not self.role and self.key in _PICTURES:
             return "train a model that takes it, or leave the column out"
-        if self.key.startswith(f"{_KWARGS}."):
+        if self.outer == _KWARGS:
             return "the chat template has no such variable: correct the name, or leave it out"
-        if not self.role and self.key != _TOOLS and not self.before:
+        if not self.role and self.outer != _TOOLS and not self.before:
             return "rename the column to one that is read, if it matters"
         if self.key in LOSS_MARKS:
             return "only answers that are learnt turn by turn are masked by it; leave it out here"
@@ -115,15 +140,22 @@ class _Value(NamedTuple):
     """Number of the piece of a text that the template takes apart; None: the whole value."""
     stage: int = 0
     """Of the turn: 0 before the last one of a user, 1 behind it, `_LAST` for the last of all."""
+    text: str = ""
+    """What is to stand in the text that the model reads."""
 
     @property
     def turn(self) -> At:
         """Column and number of the turn, or the column alone."""
         return self.at[:2] if self.kind.role else self.at[:1]
 
+    @property
+    def owner(self) -> At:
+        """Key, part or column in which it stands."""
+        return self.at[: 4 if self.kind.part else 3] if self.kind.role else self.at[:1]
+
 
 class _Verdict(NamedTuple):
-    """What is lost of each row of a structure."""
+    """What is unused of each row of a structure."""
 
     unused: tuple[Unused, ...]
     refused: tuple[Unused, ...]
@@ -137,7 +169,7 @@ class Conservation(Generic[DraftT]):
         parse: Reads a row.
         reached: Says what has become of a row that was read.
         constants: Of the chat template.
-        ours: Columns that are not from the source of the rows.
+        own_columns: Columns that are not from the source of the rows.
         remedy: What to do where something is lost; empty: it depends on what it is.
     """
 
@@ -160,30 +192,44 @@ class Conservation(Generic[DraftT]):
         Raises:
             BadRow: It was clearly meant to be read, or learnt.
         """
-        groups = [*_groups(row, self._constants.marks)]
-        structure = (
-            *dict.fromkeys(
-                tuple(dict.fromkeys((value.kind, value.piece, value.stage) for value in group))
-                for group in groups
-            ),
-        )
+        row, base = _usual(row), self._reached(draft)
+        marks = self._constants.marks
+        values = [*chain(*(groups := [*_groups(row, marks)]))]
+        if any(value.at[0] in _PICTURES or value.kind.part in KINDS for value in values):
+            # in texts they become what the model reads in the place of a picture
+            marks += (*{*_MEDIA_MARK.findall(" ".join(value.text for value in values))},)
+            values = [*chain(*(groups := [*_groups(row, marks)]))]
+        # what is in a turn, and whether several times; where it stands in the row does not count
+        turns = [
+            frozenset((alike, times > 1) for alike, times in Counter(v[1:4] for v in group).items())
+            for group in groups
+        ]
+        standing = [(value, _standing(value.text, base)) for value in values if value.text]
+        others = frozenset((value[1:4], how) for value, how in standing if how != "apart")
+        structure = (frozenset(pairwise([frozenset(), *turns])), others)
         verdict = self._verdicts.get(structure)
         if verdict is None:
-            values = [value for group in groups for value in group]
-            verdict = self._verdict(row, folder, self._reached(draft), values)
+            absent = {value for value, how in standing if how == "absent"}
+            verdict = self._verdict(row, folder, base, _Marking(row, marks, values), absent)
             self._verdicts[structure] = verdict
         if verdict.refused:
             what = " and ".join(unused.name for unused in verdict.refused)
             raise BadRow(
                 "left out of the text",
-                f"the model reads nothing of {what}",
+                f"the model does not read {what}",
                 remedy="; ".join(dict.fromkeys(unused.remedy for unused in verdict.refused)),
             )
         return verdict.unused
 
     def _verdict(
-        self, row: Row, folder: Path | None, base: Reached, values: Sequence[_Value]
+        self,
+        row: Row,
+        folder: Path | None,
+        base: Reached,
+        marking: _Marking,
+        absent: set[_Value],
     ) -> _Verdict:
+        values = marking.values
         unread = self._unread_columns(row, folder, base, values)
         kinds = {Kind(f"{_KWARGS}.{name}"): False for name in self._unread_options(row)}
         kinds |= {
@@ -192,32 +238,44 @@ class Conservation(Generic[DraftT]):
         }
         passed = {*base.named, *self._own_columns, *unread, _KWARGS}
         values = [value for value in values if value.at[0] not in passed]
-        marking = _Marking(row, self._constants.marks, values)
         marked = {value: None for value in values if marking.can_mark(value, base.text)}
-        reached = self._outcome(marking.row(marked), folder)
+        whole = self._outcome(marking.row(marked), folder)
         arrivals = _Arrivals(marking)
         alone: dict[object, list[_Value]] = {}
-        for value in values:
-            if value in marked and reached is not None and arrivals.add(value, reached):
-                continue
-            if value in marked or value.kind.role:  # other columns are known to be read
-                alone.setdefault((value.kind, value.stage), []).append(value)
         unused: list[_Value] = []
+        inexact: list[_Value] = []
+        for value in values:
+            if value in marked and whole is not None and arrivals.add(value, whole):
+                continue
+            if value in marked or value.kind.role or value.at[0] == _TOOLS:
+                alone.setdefault((value.kind, value.stage), []).append(value)
+            elif value in absent and base.rendered and self._is_cut(row, folder, marking, value):
+                inexact.append(value)
         for group in alone.values():
-            effective = [value for value in marked if reached and value not in group]
+            effective = [value for value in marked if whole and value not in group]
             outcome = self._outcome(marking.row(effective, group), folder)
-            if _is_same(outcome, reached or base):
+            if _is_same(outcome, whole or base):
                 unused += group
             else:
                 arrivals.add_changed(group, outcome)
-        for value in unused:
+        inexact += (value for value in marked if value in arrivals.values & absent)
+        for value in (*unused, *inexact):
             if _is_repeated(value, base) and value.kind.key == "content":
                 continue
-            learnt, read = value.turn in arrivals.learnt, value.turn in arrivals.read
-            essential = _is_essential(value, base, learnt=learnt, read=read)
-            kinds[value.kind] = kinds.get(value.kind, False) or essential
+            kind = value.kind._replace(exact=value in inexact)
+            if value.owner not in arrivals.read:
+                kind = kind._replace(key=kind.outer)
+            kinds[kind] = kinds.get(kind, False) or _is_essential(value, base, arrivals)
         named = {Unused(str(kind), self._remedy or kind.remedy): kinds[kind] for kind in kinds}
-        return _Verdict(tuple(named), tuple(each for each, essential in named.items() if essential))
+        return _Verdict(
+            tuple(named), tuple(unused for unused, essential in named.items() if essential)
+        )
+
+    def _is_cut(self, row: Row, folder: Path | None, marking: _Marking, value: _Value) -> bool:
+        """Whether the end of a column is unused, which is read and may be taken apart."""
+        column, mark = str(value.at[0]), marking.mark(value)
+        outcome = self._outcome({**row, column: row[column] + mark}, folder)
+        return outcome is not None and not _has(outcome, mark)
 
     def _unread_columns(
         self, row: Row, folder: Path | None, base: Reached, values: Sequence[_Value]
@@ -225,13 +283,10 @@ class Conservation(Generic[DraftT]):
         """Return the columns without which all is the same, and that are not in the text either."""
         passed = {*base.named, *self._own_columns, _KWARGS, _TOOLS}
         roles = {str(value.at[0]): value.kind.role for value in values}
-        columns = {column: role for column, role in roles.items() if column not in passed}
-        texts = {column for column in columns if isinstance(row[column], str)}
-        columns = {
-            column: role
-            for column, role in columns.items()
-            if column not in texts or row[column].strip() not in base.text
+        readable = {
+            name for name in roles if isinstance(row[name], str) and row[name].strip() in base.text
         }
+        columns = {name: role for name, role in roles.items() if name not in passed | readable}
 
         def without(names: Collection[str]) -> bool:
             rest = {name: cell for name, cell in row.items() if name not in names}
@@ -264,6 +319,10 @@ def _is_same(outcome: Reached | None, other: Reached) -> bool:
     return outcome is not None and outcome[:3] == other[:3]
 
 
+def _has(outcome: Reached, mark: str) -> bool:
+    return mark in outcome.text or repr(mark)[1:-1] in outcome.besides
+
+
 def _is_essential_column(column: str, base: Reached) -> bool:
     """Whether a column that nothing reads was clearly meant to be read."""
     # a plain text may have been rendered already, with its tools
@@ -287,21 +346,40 @@ def _is_repeated(value: _Value, base: Reached) -> bool:
     return value.stage == _LAST and answers and not base.learnt
 
 
-def _is_essential(value: _Value, base: Reached, *, learnt: bool, read: bool) -> bool:
+def _is_essential(value: _Value, base: Reached, arrivals: _Arrivals) -> bool:
     """Whether a lost value was clearly meant to be read, or learnt."""
     kind = value.kind
+    learnt, read = value.turn in arrivals.learnt, value.turn in arrivals.read
+    if kind.outer == _TOOLS and not kind.role:
+        return not read and _is_essential_column(_TOOLS, base)
     if not kind.role:
         return learnt or _is_essential_column(kind.key, base)
     if _is_repeated(value, base):
         return False
-    if kind.key in _CALL_KEYS or kind.part in _CALL_PARTS:
-        return True
+    if kind.outer == _CALLS or kind.part in _CALL_PARTS:
+        is_call_field = kind.key.rpartition(".")[2] in _CALL_FIELDS
+        return value.owner not in arrivals.read or (learnt and is_call_field)
     if kind.key in THOUGHT_KEYS:
         return learnt
     if kind.key in ("content", "text", "input", kind.part) and kind.part not in KINDS:
         # earlier thoughts: such a template leaves them out of prompts, too
         return learnt or not read or kind.role != "assistant"
     return False
+
+
+def _standing(text: str, base: Reached) -> str:
+    """Return whether a text is in what the model reads: ``apart``, ``inside`` a word, ``absent``.
+
+    What is inside a word may be there by chance.
+    """
+    if text in base.text:
+        short = len(text) < _SHORT and not re.search(rf"(?<!\w){re.escape(text)}(?!\w)", base.text)
+        return "inside" if short else "apart"
+    # as JSON and Python write it, also within a text that is JSON
+    forms = [repr(text), json.dumps(text), json.dumps(text, ensure_ascii=False)]
+    forms += [json.dumps(form[1:-1], ensure_ascii=False) for form in forms]
+    read = base.text + base.besides
+    return "apart" if any(form[1:-1] in read for form in forms) else "absent"
 
 
 class _Marking:
@@ -313,19 +391,19 @@ class _Marking:
 
     def __init__(self, row: Row, separators: Sequence[str], values: Sequence[_Value]) -> None:
         self._row, self._separators = row, separators
+        self.values = values
         self._marks: dict[_Value, int] = {}
         numbers: dict[object, int] = {}
         times: Counter[object] = Counter()
         for value in values:
             # a text alone may be the question of a conversation beside it
             role = value.kind.role or ("system" if value.at[0] in SYSTEM_COLUMNS else "user")
-            text, key = _at(row, value.at), value.kind.key
-            if value.piece is not None:
-                text, key = _pieces(text, separators)[value.piece].strip(), ""
+            text = value.text or repr(_at(row, value.at))
+            key = value.kind.key if value.piece is None else ""
             answers = value.stage == _LAST and role == "assistant"
-            signature = (repr(text), value.kind.before, key, role, answers)
-            times[value.at[0], signature] += 1
-            same = (signature, times[value.at[0], signature])
+            turn_text = (text, value.kind.before, key, role, answers)
+            times[value.at[0], turn_text] += 1
+            same = (turn_text, times[value.at[0], turn_text])
             self._marks[value] = _FIRST_MARK + numbers.setdefault(same, len(numbers))
 
     def mark(self, value: _Value, shift: int = 0) -> str:
@@ -334,12 +412,12 @@ class _Marking:
 
     def can_mark(self, value: _Value, text: str) -> bool:
         """Whether marks can stand for a value, which may be somewhere in a text."""
-        if value.kind.part in KINDS or value.at[0] in _PICTURES:
-            return False
-        current = _at(self._row, value.at)
-        if value.kind.role or value.kind.key == _TOOLS:
-            return isinstance(current, str | list | tuple | Mapping)
-        pieces = _pieces(current, self._separators)[::2] if isinstance(current, str) else []
+        if value.kind.role or value.at[0] in (_TOOLS, *_PICTURES):
+            return bool(value.text) and value.at[0] not in _PICTURES
+        text_or_value = _at(self._row, value.at)
+        pieces = (
+            _pieces(text_or_value, self._separators)[::2] if isinstance(text_or_value, str) else []
+        )
         return any(piece.strip() and piece.strip() in text for piece in pieces)
 
     def row(self, marked: Iterable[_Value], changed: Iterable[_Value] = ()) -> Row:
@@ -348,15 +426,17 @@ class _Marking:
         pieces: dict[At, list[str]] = {}
         for shift, values in ((0, marked), (_OTHER, changed)):
             for value in values:
-                current = _at(self._row, value.at)
+                text_or_value = _at(self._row, value.at)
                 mark = self.mark(value, shift)
                 if value.piece is not None and value.at[0] not in _PICTURES:
-                    parts = pieces.setdefault(value.at, _pieces(current, self._separators))
+                    parts = pieces.setdefault(value.at, _pieces(text_or_value, self._separators))
                     parts[value.piece] = _masked(parts[value.piece], mark)
-                elif shift == 0 or (isinstance(current, str) and self.can_mark(value, current)):
-                    cells[value.at] = _deep(current, mark)
-                elif isinstance(current, bool | int | float):
-                    cells[value.at] = type(current)(not current)
+                elif shift == 0 or (
+                    isinstance(text_or_value, str) and self.can_mark(value, text_or_value)
+                ):
+                    cells[value.at] = _masked(text_or_value, mark)
+                elif isinstance(text_or_value, bool | int | float):
+                    cells[value.at] = type(text_or_value)(not text_or_value)
                 else:
                     cells[value.at] = _REMOVED
         cells |= {at: "".join(parts) for at, parts in pieces.items()}
@@ -365,11 +445,12 @@ class _Marking:
 
 
 class _Arrivals:
-    """Turns and columns of which something was read, and of which something is learnt."""
+    """Values that arrive, and of which turns, columns and calls something is read or learnt."""
 
     def __init__(self, marking: _Marking) -> None:
         self.read: set[At] = set()
         self.learnt: set[At] = set()
+        self.values: set[_Value] = set()
         self._marking = marking
 
     def add(self, value: _Value, outcome: Reached, shift: int = 0) -> bool:
@@ -377,16 +458,17 @@ class _Arrivals:
         mark = self._marking.mark(value, shift)
         if mark in outcome.learnt:
             self.learnt.add(value.turn)
-        there = mark in outcome.text or repr(mark)[1:-1] in outcome.besides
+        there = _has(outcome, mark)
         if there:
-            self.read.add(value.turn)
+            self.values.add(value)
+            self.read.update((value.turn, value.owner))
         return there
 
     def add_changed(self, values: Sequence[_Value], outcome: Reached | None) -> None:
         """Add values that make a difference; no ``outcome``: the row cannot be read then."""
         marked = [outcome is not None and self.add(value, outcome, _OTHER) for value in values]
         if not any(marked):  # they are read, and not as they are
-            self.read.update(value.turn for value in values)
+            self.read.update(at for value in values for at in (value.turn, value.owner))
 
 
 def _groups(row: Row, separators: Sequence[str]) -> Iterator[list[_Value]]:
@@ -395,15 +477,29 @@ def _groups(row: Row, separators: Sequence[str]) -> Iterator[list[_Value]]:
         if _is_nothing(cell):
             continue
         if _are_turns(cell):
-            roles = [usual_role(str(turn.get("role", turn.get("from")))) for turn in cell]
+            roles = [str(turn.get("role")) for turn in cell]
             last_user = max((i for i, role in enumerate(roles) if role == "user"), default=-1)
             for number, (turn, role) in enumerate(zip(cell, roles, strict=True)):
                 stage = _LAST if number == len(cell) - 1 else int(number > last_user)
                 yield [*_of_turn(turn, (column, number), role, stage, separators)]
-        elif isinstance(cell, str) and column != _TOOLS:
+        elif column == _TOOLS:
+            yield [*_leaves(cell, _Value((column,), Kind(column)))]
+        elif isinstance(cell, str):
             yield [*_of_text(cell, (column,), Kind(column), 0, separators)]
         else:
             yield [_Value((column,), Kind(column))]
+
+
+def _usual(row: Row) -> Row:
+    """Return a row whose turns and tools are as the parsers read them, whatever their form."""
+    cells = dict(row)
+    for column, cell in row.items():
+        with suppress(BadRow):  # of a column that is not read
+            if column == _TOOLS:
+                cells[column] = read_tools(row)
+            elif _are_turns(turns := read_turns(cell, column)):
+                cells[column] = read_messages(turns, column)
+    return cells
 
 
 def _of_turn(
@@ -412,10 +508,10 @@ def _of_turn(
     for key, value in turn.items():
         if key in _STRUCTURAL or _is_nothing(value):
             continue
-        if key != "content" and not (key == "value" and "from" in turn):
-            yield _Value((*at, key), Kind(key, role), None, stage)
+        if key != "content":
+            yield from _leaves(value, _Value((*at, key), Kind(key, role), None, stage))
         elif isinstance(value, str):
-            yield from _of_text(value, (*at, key), Kind("content", role), stage, separators)
+            yield from _of_text(value, (*at, key), Kind(key, role), stage, separators)
         elif isinstance(value, list | tuple):
             for number, part in enumerate(value):
                 yield from _of_part(part, (*at, key, number), role, stage, separators)
@@ -433,7 +529,8 @@ def _of_part(
                 text = Kind("content", role)
                 yield from _of_text(value, (*at, key), text, stage, separators)
             elif key not in _STRUCTURAL and not _is_nothing(value):
-                yield _Value((*at, key), Kind(key, role, named), None, stage)
+                whole = _Value((*at, key), Kind(key, role, named), None, stage)
+                yield from [whole] if named in KINDS else _leaves(value, whole)
 
 
 def _of_text(
@@ -443,7 +540,26 @@ def _of_text(
     for number in range(0, len(pieces), 2):
         if pieces[number] and not pieces[number].isspace():
             own = kind._replace(before=pieces[number + 1]) if pieces[number + 1 :] else kind
-            yield _Value(at, own, number, stage)
+            yield _Value(at, own, number, stage, text=pieces[number].strip())
+
+
+def _leaves(value: Any, whole: _Value) -> Iterator[_Value]:
+    """Go through what is in a value, such as calls or tools; what is empty stands for itself."""
+    if not isinstance(value, Mapping | list | tuple):
+        text = value.strip() if isinstance(value, str) else ""
+        if text or whole.kind.outer != _TOOLS:
+            yield whole._replace(text=text)
+        return
+    leaves: list[_Value] = []
+    for key, entry in value.items() if isinstance(value, Mapping) else enumerate(value):
+        kind = whole.kind
+        if kind.key in (_CALLS, _TOOLS) and isinstance(key, str) and key != "function":
+            kind = kind._replace(key=f"{kind.key}.{key}")
+        # templates do this or that by the type of a call, or of what a schema describes
+        is_type = key == "type" and not isinstance(entry, Mapping)
+        if not _is_nothing(entry) and not (is_type and not kind.key.endswith(_CALL_FIELDS)):
+            leaves += _leaves(entry, whole._replace(at=(*whole.at, key), kind=kind))
+    yield from leaves or [whole]
 
 
 def _pieces(text: str, separators: Sequence[str]) -> list[str]:
@@ -470,22 +586,6 @@ def _masked(text: str, mark: str) -> str:
     """Replace a text, but not the white space around it."""
     core = text.strip()
     return text.replace(core, mark * len(core), 1) if core else text
-
-
-def _deep(value: Any, mark: str) -> Any:
-    """Replace all texts in a value, also in one that is JSON."""
-    if isinstance(value, Mapping):
-        return {k: v if k in _STRUCTURAL else _deep(v, mark) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_deep(entry, mark) for entry in value]
-    if not isinstance(value, str):
-        return value
-    if value.lstrip()[:1] in ("{", "["):
-        try:
-            return json.dumps(_deep(json.loads(value), mark), ensure_ascii=False)
-        except ValueError:
-            pass  # a text that begins like JSON
-    return _masked(value, mark)
 
 
 def _at(value: Any, at: At) -> Any:
