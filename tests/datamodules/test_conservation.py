@@ -499,12 +499,14 @@ def test_contents_that_are_written_in_another_form_are_whole(content: str) -> No
     supervised([{"messages": chat}], chat_template=each_turn(content), **LAST).setup("fit")
 
 
-def test_a_column_that_is_cut_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    row = {"prompt": "a question of some length", "completion": "an answer that is long"}
+def test_columns_that_are_cut(caplog: pytest.LogCaptureFixture) -> None:
+    row = {"prompt": "a question of some length", "completion": "reply"}
     cut = each_turn("{{ m.content[:5] }}")
     supervised([row], chat_template=cut, as_chat=True).setup("fit")
     assert "the exact text of column `prompt`" in caplog.text
-    assert "the exact text of column `completion`" in caplog.text
+    row = {"prompt": "ask", "completion": "an answer that is long"}
+    told = refusal(supervised([row], chat_template=cut, as_chat=True))
+    assert "the exact text of column `completion`" in told
 
 
 # what they leave out depends on other turns, or on values

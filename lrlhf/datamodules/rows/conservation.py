@@ -251,6 +251,7 @@ class Conservation(Generic[DraftT]):
                 alone.setdefault((value.kind, value.stage), []).append(value)
             elif value in absent and base.rendered and self._is_cut(row, folder, marking, value):
                 inexact.append(value)
+                arrivals.add(value, self._outcome(marking.row([value]), folder) or base)
         for group in alone.values():
             effective = [value for value in marked if whole and value not in group]
             outcome = self._outcome(marking.row(effective, group), folder)
