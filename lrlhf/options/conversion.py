@@ -21,6 +21,13 @@ from lrlhf.options.errors import hint
 ClassT = TypeVar("ClassT", bound=type)
 PLAIN = None | bool | int | float | str
 """What a config holds but for lists and mappings."""
+_KINDS: Mapping[Any, Any] = {
+    None: type(None),
+    str: str | os.PathLike,
+    int: Integral,
+    float: Real,
+}
+"""Values of a type; a bool is neither an integer nor a number here."""
 _UNIONS = (typing.Union, types.UnionType)
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -93,7 +100,8 @@ def _parameters_of(owner: Any) -> tuple[Mapping[str, tuple[Any, Any]], bool]:
         if not inspect.isfunction(constructor):
             continue
         try:
-            kinds = typing.get_type_hints(constructor)
+            # fields have the names of the module that declares them
+            kinds = typing.get_type_hints(base if is_dataclass(base) else constructor)
         except NameError:  # a type that is imported for type checkers only
             return known, True
         parameters = list(inspect.signature(constructor).parameters.values())[1:]
@@ -110,7 +118,7 @@ def _parameters_of(owner: Any) -> tuple[Mapping[str, tuple[Any, Any]], bool]:
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether a value has a type already; of a container nobody looks at what it holds."""
+    """Whether a value has a type already."""
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin in _UNIONS:
         return any(fits(value, part) for part in parts)
@@ -118,19 +126,25 @@ def fits(value: Any, kind: Any) -> bool:
         return fits(value, parts[0])
     if origin is typing.Literal:
         return any(value is part or (value == part and isinstance(value, str)) for part in parts)
-    if kind is str:
-        return isinstance(value, str | os.PathLike)
-    if kind in (float, int):
-        return isinstance(value, Real if kind is float else Integral) and not isinstance(
-            value, bool
-        )
-    if origin in (None, Callable) and kind is not None:
-        if kind is Any or not isinstance(origin or kind, type):
-            return True  # or a type variable
-        if typing.Protocol in (origin or kind).__mro__:  # rows of data, of which a dict is columns
-            return not (isinstance(value, Mapping) and "class_path" in value)
-        return isinstance(value, origin or kind)
-    return value is None if kind is None else value is not None and not value
+    if kind in (None, str, int, float):
+        return isinstance(value, _KINDS[kind]) and not isinstance(value, bool)
+    container = origin or kind
+    if kind is Any or not isinstance(container, type):
+        return True  # or a type variable
+    if typing.Protocol in container.__mro__:  # rows of data, of which a dict is columns
+        return not (isinstance(value, Mapping) and "class_path" in value)
+    return isinstance(value, container) and (not parts or _holds(value, container, parts))
+
+
+def _holds(value: Any, container: type, parts: tuple[Any, ...]) -> bool:
+    """Whether the entries of a container have their types."""
+    if issubclass(container, Mapping):
+        return all(fits(entry, parts[1]) for entry in value.values())
+    if container is tuple and Ellipsis not in parts:
+        return len(value) == len(parts) and all(map(fits, value, parts))
+    if issubclass(container, Collection):
+        return not isinstance(value, str) and all(fits(entry, parts[0]) for entry in value)
+    return True
 
 
 def _is_readable(value: Any, kind: Any) -> bool:
@@ -167,7 +181,11 @@ def _parsed(owner: str, name: str, kind: Any, value: Any) -> Any:
     from lrlhf.options.complaints import read_complaint  # noqa: PLC0415
     from lrlhf.options.parser import Parser  # noqa: PLC0415
 
-    if is_dataclass(kind) and isinstance(kind, type) and not isinstance(value, Mapping):
+    kinds = typing.get_args(kind) if typing.get_origin(kind) in _UNIONS else (kind,)
+    groups = [part for part in kinds if is_dataclass(part) and isinstance(part, type)]
+    if len(groups) == 1 and isinstance(value, Mapping) and "class_path" not in value:
+        return groups[0](**value)  # which converts its own options
+    if groups == [kind] and not isinstance(value, Mapping):
         raise TypeError(f"{owner}: {name}: {no_group(kind, value)}")
     parser = Parser(exit_on_error=False)
     parser.add_argument(f"--{name}", type=kind)

@@ -99,7 +99,7 @@ def test_options_out_of_range_are_refused() -> None:
         (VLLMEngine, {"transport": "gloo"}, r"transport: expected one of auto, inproc, got 'gloo'"),
         (VLLMServerEngine, {"transport": "inproc"}, r"transport: expected one of .*, got 'inproc'"),
         (VLLMServerEngine, {"transport": "nccl"}, r"transport is 'nccl', which needs a GPU"),
-        (VLLMEngine, {"lora": "both"}, r"engine\.lora is 'both'; take auto, adapter or merged"),
+        (VLLMEngine, {"lora": "both"}, r"lora: expected one of auto, adapter, merged, got 'both'"),
         (VLLMEngine, {"sleep": True}, r"engine\.sleep .* there is no GPU: drop it"),
     ):
         with pytest.raises(ValueError, match=message):

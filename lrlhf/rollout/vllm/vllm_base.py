@@ -101,8 +101,6 @@ class VLLMBase(SyncedEngine):
         max_restarts: int = 2,
     ) -> None:
         super().__init__(max_restarts=max_restarts)
-        if lora not in ("auto", "adapter", "merged"):
-            raise ValueError(f"engine.lora is {lora!r}; take auto, adapter or merged")
         check_positive(
             max_model_len=max_model_len, kv_cache_gib=kv_cache_gib, max_num_seqs=max_num_seqs
         )

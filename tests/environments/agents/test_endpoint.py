@@ -199,8 +199,9 @@ def test_strangers_with_half_a_request_make_room_for_those_who_are_known(
         half = b"POST /v1/chat/comp"
         strangers = [held.enter_context(connected(endpoint, half)) for _ in range(60)]
         assert client.chat.completions.create(model="any", messages=HI).choices
-        # those that came first have gone
-        assert strangers[0].recv(1) == b""
+        # those that came first have gone, by an end or, with what they sent unread, by a reset
+        with contextlib.suppress(ConnectionResetError):
+            assert strangers[0].recv(1) == b""
         assert post(endpoint, {"messages": HI}).status_code == 200
 
 
