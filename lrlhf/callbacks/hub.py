@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ class HubError(ValueError):
     """The hub cannot be reached, or refuses; the message says why in one line."""
 
 
-@settings()
+@settings
+@dataclass(frozen=True, kw_only=True)
 class HubRepo:
     """A model on the hub.
 

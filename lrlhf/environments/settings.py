@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -14,7 +14,8 @@ from lrlhf.functional.names import import_function
 from lrlhf.options.conversion import settings
 
 
-@settings()
+@settings
+@dataclass(frozen=True, kw_only=True)
 class Episodes:
     """Turns of a policy with an environment or with tools, in place of single responses.
 

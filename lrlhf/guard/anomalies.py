@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,8 @@ class TrainingDivergedError(ValueError):
     """Steps had to be left out again and again, and leaving them out did not help."""
 
 
-@settings()
+@settings
+@dataclass(frozen=True, kw_only=True)
 class Guard:
     """Which steps are skipped, when the run stops, and what is dumped.
 

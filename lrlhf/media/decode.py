@@ -173,7 +173,8 @@ class MediaError(BadRow):
     """An image, video or audio that cannot be used."""
 
 
-@settings()
+@settings
+@dataclass(frozen=True, kw_only=True)
 class MediaOptions:
     """How images, videos and audio are read.
 

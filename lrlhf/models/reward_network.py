@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -122,7 +122,8 @@ class RewardNetwork(nn.Module):
         return cls(scorer).eval()
 
 
-@settings(repr=False)
+@settings
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ScoreModel(PretrainedSpec):
     """A pretrained backbone with scalar heads; a trained reward model keeps its own heads."""
 
@@ -225,7 +226,8 @@ class ValueNetwork(nn.Module):
         save_file(weights, Path(folder) / _HEAD_WEIGHTS, metadata={"format": "pt"})
 
 
-@settings(repr=False)
+@settings
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ValueModel(PretrainedSpec):
     """A critic: the body of a language model, of a trained reward model, or an exported critic.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,8 @@ _HEADS = ("score", "classifier")
 """What token classifiers call their last layer."""
 
 
-@settings(repr=False)
+@settings
+@dataclass(frozen=True, kw_only=True, repr=False)
 class StepModel(PretrainedSpec):
     """A process reward model: the body of a causal language model and a token classifier.
 

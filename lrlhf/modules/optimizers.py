@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -30,7 +30,8 @@ class OptimizerAndScheduler(NamedTuple):
     scheduler: LambdaLR
 
 
-@settings()
+@settings
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """AdamW with decoupled weight decay on matrices only, and a learning-rate schedule.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lrlhf.functional.algorithm import Aggregate
@@ -15,7 +15,8 @@ from lrlhf.rewards.lookup import NamedFunction
 from lrlhf.statistics.repeated_samples import usual_sizes
 
 
-@settings()
+@settings
+@dataclass(frozen=True, kw_only=True)
 class Reference:
     """The reference model, and the KL penalty that keeps the policy close to it.
 
@@ -56,7 +57,8 @@ class Reference:
             raise ValueError(f"reference.mixup is {self.mixup}; it must lie in (0, 1]")
 
 
-@settings()
+@settings
+@dataclass(frozen=True, kw_only=True)
 class Teacher:
     """A frozen model that the policy learns from on its own responses (on-policy distillation).
 
@@ -123,7 +125,8 @@ class Teacher:
             )
 
 
-@settings()
+@settings
+@dataclass(frozen=True, kw_only=True)
 class Advantage:
     """How scores become advantages.
 
@@ -175,7 +178,8 @@ class Advantage:
             raise ValueError(f"advantage.clip is {self.clip}; it must be above 0, or null")
 
 
-@settings()
+@settings
+@dataclass(frozen=True, kw_only=True)
 class Update:
     """How experience becomes optimizer steps.
 
@@ -263,7 +267,8 @@ class Update:
             )
 
 
-@settings()
+@settings
+@dataclass(frozen=True, kw_only=True)
 class ImportanceSampling:
     """Importance weights that correct the mismatch between engine and trainer.
 
@@ -325,7 +330,8 @@ AUTOMATIC = ImportanceSampling(mode="token_truncate")
 difference of 0.03 nats per token, weights by response leave a quarter of the batch at 4,096."""
 
 
-@settings()
+@settings
+@dataclass(frozen=True, kw_only=True)
 class DynamicSampling:
     """Train only on groups that teach something, and sample until there are enough.
 
@@ -350,7 +356,8 @@ class DynamicSampling:
             raise ValueError(f"dynamic_sampling.prompts is {self.prompts}; it must be 1 or more")
 
 
-@settings()
+@settings
+@dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """What a validation of a policy samples and measures.
 
@@ -405,7 +412,8 @@ class Evaluation:
         return usual_sizes(self.num_samples) if self.num_samples > 1 else ()
 
 
-@settings()
+@settings
+@dataclass(frozen=True, kw_only=True)
 class Critic:
     """The value function of PPO, and how it learns.
 

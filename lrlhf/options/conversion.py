@@ -11,7 +11,7 @@ import os
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import is_dataclass
 from functools import cache, wraps
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -32,16 +32,11 @@ _UNIONS = (typing.Union, types.UnionType)
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-@typing.dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
-def settings(*, repr: bool = True) -> Callable[[ClassT], ClassT]:
-    """Make a frozen dataclass whose constructor takes what a config has, see `converting`."""
-
-    def make(cls: ClassT) -> ClassT:
-        made: Any = dataclass(frozen=True, kw_only=True, repr=repr)(cls)
-        made.__init__ = converting(made.__init__, made)
-        return cls
-
-    return make
+def settings(cls: ClassT) -> ClassT:
+    """Have the constructor of a dataclass take what a config has, see `converting`."""
+    made: Any = cls
+    made.__init__ = converting(made.__init__, made)
+    return cls
 
 
 def converting(init: Callable[..., None], owner: type) -> Callable[..., None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lrlhf.options.conversion import settings
@@ -10,7 +10,8 @@ from lrlhf.options.conversion import settings
 _FORMATS = {"regex", "json", "choice", "grammar"}
 
 
-@settings()
+@settings
+@dataclass(frozen=True, kw_only=True)
 class Sampling:
     """Options with which an engine samples responses.
 

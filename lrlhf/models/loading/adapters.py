@@ -7,7 +7,7 @@ import logging
 import re
 import warnings
 from collections.abc import Collection, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import peft
@@ -20,7 +20,8 @@ from lrlhf.options.conversion import settings
 logger = logging.getLogger(__name__)
 
 
-@settings()
+@settings
+@dataclass(frozen=True, kw_only=True)
 class LoRA:
     """Low-rank adapters: only they are trained, the model's own weights stay as they are."""
 

@@ -13,7 +13,7 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -197,7 +197,8 @@ logger = logging.getLogger(__name__)
 DType = Literal["float32", "bfloat16", "float16", "auto"]
 
 
-@settings(repr=False)
+@settings
+@dataclass(frozen=True, kw_only=True, repr=False)
 class PretrainedSpec:
     """Loading options that all pretrained models share."""
 
@@ -264,7 +265,8 @@ class PretrainedSpec:
         return load_processor(self.source, **self.of_hub)
 
 
-@settings(repr=False)
+@settings
+@dataclass(frozen=True, kw_only=True, repr=False)
 class CausalLM(PretrainedSpec):
     """A language or vision-language model: a policy or a reference model."""
 
