@@ -76,6 +76,11 @@ class Trainer(TakesOptions, ReusableTrainer):
         refuse_folder(folder)
         refuse_strategy(options.get("strategy"))
         refuse_accelerator(options.get("accelerator"))
+        if options.get("barebones"):
+            raise ValueError(
+                "barebones allows no logger and no checkpoints, which lrlhf.Trainer adds; take "
+                "lightning.Trainer(barebones=True)"
+            )
         callbacks = [LogRows(), *_as_list(options.get("callbacks"))]
         shows_progress = options.get("enable_progress_bar") is not False
         if default_callbacks and shows_progress and not _has(callbacks, ProgressBar):

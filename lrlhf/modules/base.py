@@ -26,6 +26,7 @@ from lrlhf.modules.checks import (
     prepare_trainer,
     refuse_other_weights,
     refuse_pure_low_precision,
+    refuse_rate_finder,
     uses_loss_scaler,
 )
 from lrlhf.modules.contracts import Exportable
@@ -234,6 +235,7 @@ class TrainingModule(ShowsOptions, L.LightningModule):
             read(self, "cpu")
         log_hyperparameters_once(self.trainer)
         if stage == "fit":
+            refuse_rate_finder(self.trainer, self)
             for model in self.trainable_models().values():
                 refuse_pure_low_precision(self.trainer, model)
             if not self.automatic_optimization:

@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import (
     DDPStrategy,
@@ -79,6 +80,22 @@ def prepare_trainer(trainer: L.Trainer, stage: str) -> None:
         resume_where_it_stopped(trainer)
         if trainer.strategy.root_device.type == "cpu":
             keep_host_memory()  # given back by the watch, however the fit ends
+
+
+def refuse_rate_finder(trainer: L.Trainer, module: L.LightningModule) -> None:
+    """Refuse Lightning's search for a learning rate where it would see no loss.
+
+    Raises:
+        ValueError: The module takes its optimizer steps itself.
+    """
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    finds = any(isinstance(callback, LearningRateFinder) for callback in callbacks)
+    if finds and not module.automatic_optimization:
+        raise ValueError(
+            f"{type(module).__name__} takes its optimizer steps itself and returns no loss, by "
+            "which LearningRateFinder and Tuner.lr_find compare learning rates; set "
+            "model.optimizer.lr and compare short runs"
+        )
 
 
 def refuse_other_splitting(trainer: L.Trainer) -> None:
