@@ -126,9 +126,11 @@ class Trainer(TakesOptions, ReusableTrainer):
         ``ckpt_path="last"`` continues the run of this folder; where there is no checkpoint yet, it
         says so and starts one.
         """
-        if isinstance(model, SamplesResponses):
+        is_policy = isinstance(model, SamplesResponses)
+        if is_policy or (isinstance(model, Exportable) and not model.automatic_optimization):
             for option in REPLACED:
-                refuse_replaced(type(model).__name__, option, getattr(self, option))
+                value = getattr(self, option)
+                refuse_replaced(type(model).__name__, option, value, is_policy=is_policy)
         checkpoint = self._prepare(model, ckpt_path)
         super().fit(model, train_dataloaders, val_dataloaders, datamodule, checkpoint, weights_only)
 

@@ -33,6 +33,13 @@ REPLACED: Final = {
 """What a policy, which takes its optimizer steps itself, has in the place of an option."""
 
 
+_OF_ROWS: Final = {
+    "accumulate_grad_batches": "model.micro_batch_tokens, and data.batch_size for rows of a step",
+    "gradient_clip_val": "model.max_grad_norm",
+}
+"""The same of modules that learn from rows, such as `lrlhf.modules.SFT`."""
+
+
 def refuse_strategy(strategy: Any) -> None:
     """Raise ``ValueError`` for a name of none, or of one that does not know of several models."""
     if not isinstance(strategy, str):
@@ -63,10 +70,11 @@ def refuse_accelerator(name: Any) -> None:
         )
 
 
-def refuse_replaced(module: str, option: str, value: Any) -> None:
-    """Raise ``ValueError`` for an option that a policy has another for."""
+def refuse_replaced(module: str, option: str, value: Any, *, is_policy: bool) -> None:
+    """Raise ``ValueError`` for an option that a module with manual optimization has another for."""
     if value not in (None, 1 if option == "accumulate_grad_batches" else None):
-        raise ValueError(f"{module} takes its optimizer steps itself; set {REPLACED[option]}")
+        other = (REPLACED if is_policy else _OF_ROWS)[option]
+        raise ValueError(f"{module} takes its optimizer steps itself; set {other}")
 
 
 def refuse_folder(path: str | Path) -> None:

@@ -30,7 +30,12 @@ from lrlhf.cli.saved_config import SaveConfig, hide_hyperparameters
 from lrlhf.foreign_files import TRUST_FLAG
 from lrlhf.modules.metrics.measurement import HasMeasurements
 from lrlhf.options.errors import ConfigError, UserError, hint
-from lrlhf.options.parser import Parser, check_values, read_whole_numbers_as_such
+from lrlhf.options.parser import (
+    Parser,
+    check_values,
+    read_whole_numbers_as_such,
+    write_defaults_as_text,
+)
 from lrlhf.run.collectives import LoadsShards
 from lrlhf.run.lightning_internals import Commands
 from lrlhf.run.supervision.signals import answering_sigterm
@@ -60,6 +65,7 @@ class Application(Commands):
     def __init__(self, arguments: Sequence[str]) -> None:
         self._arguments = list(arguments)
         read_whole_numbers_as_such()
+        write_defaults_as_text()
         super().__init__(
             L.LightningModule,
             L.LightningDataModule,

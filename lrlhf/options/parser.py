@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import lightning as L
 from jsonargparse import Namespace
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lrlhf.familiar_names import FAMILIAR_NAMES, RENAMED_KEYS
@@ -122,6 +123,12 @@ def read_whole_numbers_as_such() -> None:
     """
     for name in LIMITS:
         L.Trainer.__init__.__annotations__[name] = int | float | None
+
+
+def write_defaults_as_text() -> None:
+    """Have the interval of `Timer` be text, which it accepts: its default cannot be written."""
+    defaults = Timer.__init__.__defaults__ or ()
+    Timer.__init__.__defaults__ = tuple(getattr(value, "value", value) for value in defaults)
 
 
 def check_values(

@@ -128,3 +128,9 @@ def test_a_whole_number_of_batches_is_no_share(
 
     # Lightning takes 1 for one batch, and 1.0 for all
     assert {repr(seen[name]) for name in names} == {given}
+
+
+def test_a_timer_needs_no_more_than_its_duration(config: Path) -> None:
+    callback = "    - {class_path: Timer, init_args: {duration: {hours: 1}}}\n"
+    config.write_text(CONFIG.replace("  callbacks:\n", "  callbacks:\n" + callback))
+    assert run(["fit", "--config", "toy.yaml"]) == 0

@@ -165,8 +165,9 @@ def with_an_environment(_folder: Path) -> Any:
     tokenizer = build_tokenizer()
     # every turn becomes a fork
     tokenizer.chat_template = (
-        "{% for message in messages %}{{ message['content'] | replace('e', '') | upper }}"
-        "<|im_end|>{{ message['role'] }}{% endfor %}"
+        "{% for message in messages %}{{ message['content'] if message['role'] == 'user' else "
+        "message['content'] | replace('e', '') | upper }}<|im_end|>{{ message['role'] }}"
+        "{% endfor %}"
     )
     return policy(
         RLOO,

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from configparser import ConfigParser
 from configparser import Error as ConfigParserError
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,6 +20,7 @@ from lrlhf.cli.checks.mistake import MistakeError
 from lrlhf.cli.config_entries import is_a, options_of
 from lrlhf.cli.run_sizes import has_batch_plan, processes
 from lrlhf.modules.base import TrainingModule
+from lrlhf.modules.row_module import RowModule
 from lrlhf.run.run_folder import refuse_remote
 from lrlhf.trainer_options import (
     REPLACED,
@@ -87,11 +89,13 @@ def check_length(trainer: Mapping[str, Any]) -> None:
 
 def check_replaced(trainer: Mapping[str, Any], model: Any) -> None:
     """Refuse options that a module has others for, which Lightning would not apply to it."""
-    if not (is_a(model, TrainingModule) and has_batch_plan(options_of(model))):
+    is_policy = is_a(model, TrainingModule) and has_batch_plan(options_of(model))
+    if not is_policy and not is_a(model, RowModule):
         return
+    refuse = partial(refuse_replaced, is_policy=is_policy)
     name = str(model["class_path"]).rpartition(".")[2]
     for option in REPLACED:
-        _as_mistake(option, refuse_replaced, name, option, trainer[option])
+        _as_mistake(option, refuse, name, option, trainer[option])
 
 
 def check_loggers(trainer: Mapping[str, Any]) -> None:
