@@ -224,7 +224,9 @@ def test_rewritten_histories_are_trained_on_as_they_were_seen(
 ) -> None:
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = tokenizer.chat_template.replace(
-        "message['content']", "message['content'] | replace('e', '') | upper"
+        "message['content']",
+        "(message['content'] if message['role'] == 'user' else "
+        "message['content'] | replace('e', '') | upper)",
     )
     rows = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]
     state = {name: value.clone() for name, value in language_model.state_dict().items()}
