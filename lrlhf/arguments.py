@@ -45,12 +45,11 @@ class ShowsOptions(TakesOptions):
     def __getattr__(self, name: str) -> Any:
         try:  # a module has its parts behind this
             return super().__getattr__(name)  # type: ignore[misc]
-        except AttributeError as error:
+        except AttributeError:
             if self.__dict__.get(_BUILT) and name in parameters_of(type(self))[0]:
                 return self.option_in_force(name)
             text = f"{type(self).__name__!r} object has no attribute {name!r}"
-            missing = "super" in str(error)
-            raise AttributeError(text, name=name, obj=self) if missing else error from None
+            raise AttributeError(text, name=name, obj=self) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self.__dict__.get(_BUILT) and self.is_fixed(name):

@@ -40,15 +40,13 @@ def read_yaml(path: Path) -> Any:
         ValueError: It is larger, or no YAML; names the file.
         OSError: It cannot be read.
     """
+    text = bounded_text(path)
     try:
-        text = bounded_text(path)
         check_expansion(yaml.compose(text, Loader=yaml.SafeLoader))
         return _loaded(text)
-    except (yaml.YAMLError, RecursionError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
     except (TypeError, LookupError, ArithmeticError, ValueError) as error:
-        if str(path) in str(error):
-            raise
         # of a constructor of YAML, such as that of a date in month 13
         raise ValueError(f"{path}: has a value that cannot be read: {error}") from error
 
@@ -63,7 +61,10 @@ def bounded_text(path: Path) -> str:
     check_regular(path)
     if path.stat().st_size > _MAX_BYTES:
         raise ValueError(f"{path}: has more than {_MAX_BYTES:,} bytes, which no config needs")
-    return path.read_text(encoding="utf-8")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not a text file in UTF-8 ({error.reason})") from error
 
 
 def _loaded(text: str) -> Any:

@@ -81,16 +81,14 @@ def _read(name: str) -> ConfigFile:
         raise ConfigError(f"{name}: {_why_unreadable(path)}")
     try:
         root = yaml.compose(bounded_text(path), Loader=yaml.SafeLoader)
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{name}: not a text file in UTF-8 ({error.reason})") from error
-    except ValueError as error:  # it is too large
-        raise ConfigError(str(error)) from error
     except yaml.MarkedYAMLError as error:
         raise _not_yaml(name, error) from error
     except yaml.YAMLError as error:  # a character that YAML does not allow
         raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from error
     except RecursionError as error:
         raise ConfigError(f"{name}: not valid YAML: its values are nested too deeply") from error
+    except ValueError as error:  # it is too large, or not in UTF-8
+        raise ConfigError(str(error)) from error
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{name}: a config is a mapping with model, data and trainer at the top")
     return ConfigFile(name, root)

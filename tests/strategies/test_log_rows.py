@@ -147,29 +147,24 @@ class Seldom(Toy):
 
 
 @pytest.mark.parametrize("automatic", [False, True])
-def test_a_row_holds_what_its_step_has_measured_and_no_value_of_an_earlier_one(
-    tmp_path: Path, automatic: bool
+@pytest.mark.parametrize(
+    ("every", "steps", "measured"),
+    [
+        # rows are numbered by the steps that are done, values are those before
+        (1, [1, 2, 3, 4, 5], {1: 0.0, 4: 3.0}),
+        # what was measured in steps 1, 4 and 7 is in the next row
+        (2, [2, 4, 6, 8], {2: 0.0, 4: 3.0, 8: 6.0}),
+    ],
+)
+def test_a_row_holds_what_was_measured_since_the_row_before_and_no_earlier_value(
+    tmp_path: Path, automatic: bool, every: int, steps: list[int], measured: dict[int, float]
 ) -> None:
     options = {"accumulate_grad_batches": 2} if automatic else {}
+    options |= {"max_steps": steps[-1], "log_every_n_steps": every}
     rows: list[Any] = []
-    module = Seldom(automatic=automatic)
-    train(tmp_path, [Notebook(rows)], module=module, ckpt_path=None, max_steps=5, **options)
-    # rows are numbered by the steps that are done, values are those before
-    of_steps = {step: row for step, row in rows if "train/loss" in row}
-    assert sorted(of_steps) == [1, 2, 3, 4, 5]
-    measured = {step: row["a/seldom"] for step, row in of_steps.items() if "a/seldom" in row}
-    assert measured == {1: 0.0, 4: 3.0}
-
-
-@pytest.mark.parametrize("automatic", [False, True])
-def test_a_row_holds_what_was_measured_since_the_row_before(
-    tmp_path: Path, automatic: bool
-) -> None:
-    options = {"accumulate_grad_batches": 2} if automatic else {}
-    rows: list[Any] = []
-    options |= {"max_steps": 8, "log_every_n_steps": 2}
     module = Seldom(automatic=automatic)
     train(tmp_path, [Notebook(rows)], module=module, ckpt_path=None, **options)
-    of_steps = {step: row.get("a/seldom") for step, row in rows if "train/loss" in row}
-    # measured in steps 1, 4 and 7
-    assert of_steps == {2: 0.0, 4: 3.0, 6: None, 8: 6.0}
+    of_steps = {step: row for step, row in rows if "train/loss" in row}
+    assert sorted(of_steps) == steps
+    found = {step: row["a/seldom"] for step, row in of_steps.items() if "a/seldom" in row}
+    assert found == measured

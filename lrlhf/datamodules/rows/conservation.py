@@ -402,9 +402,9 @@ class _Marking:
             text = value.text or repr(_at(row, value.at))
             key = value.kind.key if value.piece is None else ""
             answers = value.stage == _LAST and role == "assistant"
-            turn_text = (text, value.kind.before, key, role, answers)
-            times[value.at[0], turn_text] += 1
-            same = (turn_text, times[value.at[0], turn_text])
+            identity = (text, value.kind.before, key, role, answers)
+            times[value.at[0], identity] += 1
+            same = (identity, times[value.at[0], identity])
             self._marks[value] = _FIRST_MARK + numbers.setdefault(same, len(numbers))
 
     def mark(self, value: _Value, shift: int = 0) -> str:
@@ -415,10 +415,8 @@ class _Marking:
         """Whether marks can stand for a value, which may be somewhere in a text."""
         if value.kind.role or value.at[0] in (_TOOLS, *_PICTURES):
             return bool(value.text) and value.at[0] not in _PICTURES
-        text_or_value = _at(self._row, value.at)
-        pieces = (
-            _pieces(text_or_value, self._separators)[::2] if isinstance(text_or_value, str) else []
-        )
+        cell = _at(self._row, value.at)
+        pieces = _pieces(cell, self._separators)[::2] if isinstance(cell, str) else []
         return any(piece.strip() and piece.strip() in text for piece in pieces)
 
     def row(self, marked: Iterable[_Value], changed: Iterable[_Value] = ()) -> Row:
@@ -427,17 +425,15 @@ class _Marking:
         pieces: dict[At, list[str]] = {}
         for shift, values in ((0, marked), (_OTHER, changed)):
             for value in values:
-                text_or_value = _at(self._row, value.at)
+                cell = _at(self._row, value.at)
                 mark = self.mark(value, shift)
                 if value.piece is not None and value.at[0] not in _PICTURES:
-                    parts = pieces.setdefault(value.at, _pieces(text_or_value, self._separators))
+                    parts = pieces.setdefault(value.at, _pieces(cell, self._separators))
                     parts[value.piece] = _masked(parts[value.piece], mark)
-                elif shift == 0 or (
-                    isinstance(text_or_value, str) and self.can_mark(value, text_or_value)
-                ):
-                    cells[value.at] = _masked(text_or_value, mark)
-                elif isinstance(text_or_value, bool | int | float):
-                    cells[value.at] = type(text_or_value)(not text_or_value)
+                elif shift == 0 or (isinstance(cell, str) and self.can_mark(value, cell)):
+                    cells[value.at] = _masked(cell, mark)
+                elif isinstance(cell, bool | int | float):
+                    cells[value.at] = type(cell)(not cell)
                 else:
                     cells[value.at] = _REMOVED
         cells |= {at: "".join(parts) for at, parts in pieces.items()}
