@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import weakref
@@ -62,18 +63,33 @@ class EventLoop:
             return False
         return True
 
+    def close(self, seconds: float) -> None:
+        """Cancel what is unfinished, and wait until the thread has ended.
+
+        Args:
+            seconds: To wait; a thread in a call that does not return is left to itself.
+        """
+        with self._lock:
+            loop, thread = self._loop, self._thread
+            self._loop = self._thread = None
+        if loop is not None and thread is not None:
+            _stop(loop)
+            thread.join(seconds)
+
     def _forget(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
     def _running(self) -> asyncio.AbstractEventLoop:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(
+                self._thread = threading.Thread(
                     target=_serve, args=(self._loop,), name=self._name, daemon=True
-                ).start()
-                weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
+                )
+                self._thread.start()
+                weakref.finalize(self, _stop, self._loop)
             return self._loop
 
 
@@ -86,6 +102,11 @@ def _forget_all() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_all)
+
+
+def _stop(loop: asyncio.AbstractEventLoop) -> None:
+    with contextlib.suppress(RuntimeError):  # it is closed
+        loop.call_soon_threadsafe(loop.stop)
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import sys
+import threading
 
 from lrlhf.background import EventLoop
 
@@ -43,3 +44,14 @@ def test_a_task_that_ends_the_process_does_not_end_the_event_loop() -> None:
 
 async def _leave() -> None:
     sys.exit(3)
+
+
+def test_a_closed_event_loop_has_ended_its_thread_and_starts_anew_when_used() -> None:
+    loop = EventLoop("closed")
+    unfinished = loop.submit(asyncio.sleep(60))
+    assert loop.submit(asyncio.sleep(0, "before")).result(10) == "before"
+    loop.close(10)
+    assert unfinished.cancelled()
+    assert "closed" not in {thread.name for thread in threading.enumerate()}
+    loop.close(10)
+    assert loop.submit(asyncio.sleep(0, "after")).result(10) == "after"

@@ -314,6 +314,7 @@ class ChatEndpoint:
                 server.uvicorn.should_exit = True
                 with contextlib.suppress(TimeoutError):
                     server.running.result(_CLOSE_SECONDS)
+            self._loop.close(_CLOSE_SECONDS)
             self._begin()
 
     def _reset_after_fork(self) -> None:

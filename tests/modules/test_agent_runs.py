@@ -42,6 +42,7 @@ def trained(language_model: Any, tokenizer: Any, folder: Path) -> tuple[RLOO, Wa
 def test_an_agent_trains_the_policy_the_same_in_every_run(
     language_model: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
+    threads = set(threading.enumerate())
     module, watcher = trained(language_model, tokenizer, tmp_path / "one")
     before, after = language_model.parameters(), module.policy.parameters()
     assert any(not torch.equal(old, new) for old, new in zip(before, after, strict=True))
@@ -62,4 +63,5 @@ def test_an_agent_trains_the_policy_the_same_in_every_run(
         assert torch.equal(old, new)
     for one, two in zip(watcher.experiences, other.experiences, strict=True):
         assert torch.equal(one.input_ids, two.input_ids)
-    assert "agents" not in {thread.name for thread in threading.enumerate()}
+    new = set(threading.enumerate()) - threads
+    assert "agents" not in {thread.name for thread in new}
