@@ -43,6 +43,10 @@ class EventLoop:
         name: Of the thread.
     """
 
+    _loop: asyncio.AbstractEventLoop | None
+    _thread: threading.Thread | None
+    _lock: threading.Lock
+
     def __init__(self, name: str) -> None:
         self._name = name
         self._forget()
@@ -77,8 +81,7 @@ class EventLoop:
             thread.join(seconds)
 
     def _forget(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._loop = self._thread = None
         self._lock = threading.Lock()
 
     def _running(self) -> asyncio.AbstractEventLoop:
