@@ -398,7 +398,13 @@ def test_a_few_responses_do_not_tell_and_missing_values_do_not_count(
     with caplog.at_level(logging.WARNING, "lrlhf"):
         for _ in range(8):
             watch.observe(result, chats=False)
-    assert caplog.messages == []  # 7 values in each of 8 iterations: 56
+        assert caplog.messages == []  # 7 values in each of 8 iterations: 56
+        watch, result = ConstantRewards(), _result()
+        result.per_function[0, 0] = math.nan
+        for _ in range(5):
+            watch.observe(result, chats=False)
+    (message,) = caplog.messages
+    assert "returned 0 for each of the first 75 responses" in message
 
 
 def test_a_function_that_varied_once_is_not_constant_and_chats_are_told_once(
