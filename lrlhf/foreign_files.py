@@ -18,6 +18,8 @@ from typing import Any, Final
 
 import yaml
 
+from lrlhf.options.conversion import plain
+
 TRUST_FLAG: Final = "--trust_remote_code"
 _MAX_BYTES: Final = 2**20
 """Of a YAML file, which takes seconds to parse."""
@@ -69,7 +71,7 @@ def bounded_text(path: Path) -> str:
 
 def _loaded(text: str) -> Any:
     """Read YAML as jsonargparse does, so that what is checked here is what is used there."""
-    return import_module("jsonargparse").get_loader("yaml")(text)
+    return plain(import_module("jsonargparse").get_loader("yaml")(text))
 
 
 def check_regular(path: Path) -> None:

@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import yaml
-from jsonargparse import get_loader, set_loader
 
 from lrlhf.arguments import given_arguments
-from lrlhf.foreign_files import check_text, foreign_code, read_yaml
+from lrlhf.foreign_files import foreign_code, read_yaml
 from lrlhf.functional import ALGORITHMS, Algorithm
 from lrlhf.run.log_rows import without_secrets
 from lrlhf.secrets import HIDDEN
@@ -35,17 +33,6 @@ _PLAIN_KINDS: tuple[tuple[Callable[[Any], Any], Any], ...] = (
 """How values that are plain but for their class, such as ``np.float64``, are made plain."""
 _UNTYPED = (type(None), bool, int, float, str, list, tuple, Mapping)
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-
-_load_yaml = get_loader("yaml")
-
-
-def _load_checked(text: str) -> Any:
-    """Read YAML as jsonargparse does, of configs and of texts in them, see `check_text`."""
-    check_text(text)
-    return _load_yaml(text)
-
-
-set_loader("yaml", _load_checked, exceptions=(yaml.YAMLError, RecursionError))
 
 CLASS, NOT_KEPT = "_class_path", "_not_kept"
 

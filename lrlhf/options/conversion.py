@@ -29,6 +29,29 @@ _KINDS: Mapping[Any, Any] = {
 }
 """Values of a type; a bool is neither an integer nor a number here."""
 _UNIONS = (typing.Union, types.UnionType)
+
+
+class QuotedText(str):
+    """Text of a config that YAML would read as something else, had it not been in quotes.
+
+    jsonargparse reads whatever is a ``str``, and no subclass, as YAML once more for each option
+    without a type.
+    """
+
+    __slots__ = ()
+
+
+def plain(value: Any) -> Any:
+    """Return a value with plain text in the place of `QuotedText`."""
+    if isinstance(value, QuotedText):
+        return str(value)
+    if type(value) is dict:
+        return {plain(key): plain(part) for key, part in value.items()}
+    if type(value) in (list, tuple, set):
+        return type(value)(map(plain, value))
+    return value
+
+
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -174,7 +197,7 @@ def _parsed(owner: str, name: str, kind: Any, value: Any) -> Any:
     from jsonargparse import ArgumentError  # noqa: PLC0415
 
     from lrlhf.options.complaints import read_complaint  # noqa: PLC0415
-    from lrlhf.options.parser import Parser  # noqa: PLC0415
+    from lrlhf.options.parser import Parser, mark_quoted  # noqa: PLC0415
 
     kinds = typing.get_args(kind) if typing.get_origin(kind) in _UNIONS else (kind,)
     groups = [part for part in kinds if is_dataclass(part) and isinstance(part, type)]
@@ -185,7 +208,7 @@ def _parsed(owner: str, name: str, kind: Any, value: Any) -> Any:
     parser = Parser(exit_on_error=False)
     parser.add_argument(f"--{name}", type=kind)
     try:
-        return parser.instantiate(parser.parse_object({name: value}))[name]
+        return parser.instantiate(parser.parse_object({name: mark_quoted(value)}))[name]
     except ArgumentError as error:
         complaint = read_complaint(str(error))
     except ValueError as error:  # a constructor refuses a value, as a report of the parser or not

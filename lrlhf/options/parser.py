@@ -5,18 +5,23 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import is_dataclass
+from importlib import import_module
 from pydoc import locate as import_by_path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
 import lightning as L
-from jsonargparse import Namespace
+import yaml
+from jsonargparse import Namespace, get_loader, set_loader
+from jsonargparse.typing import register_type
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lrlhf.familiar_names import FAMILIAR_NAMES, RENAMED_KEYS
-from lrlhf.options.conversion import PLAIN, fits, no_group, parameters_of
+from lrlhf.foreign_files import check_text
+from lrlhf.options.conversion import PLAIN, QuotedText, fits, no_group, parameters_of, plain
 from lrlhf.options.errors import ValidationError, hint
 
 _UNKNOWN_OPTION = re.compile(r"Option '(?P<key>[^']+)' is not accepted$")
@@ -24,6 +29,55 @@ _UNKNOWN_IN_GROUP = re.compile(
     r"(?P<kind>Group|Subcommand) '(?P<group>[^']+)' does not accept option '(?P<key>[^']+)'$"
 )
 _UNKNOWN_FLAG = re.compile(r"unrecognized arguments: --(?P<key>[\w.]+)")
+_NOT_TEXT = (bool, int, float, type(None))
+_load_yaml = get_loader("yaml")
+_typehints: Any = import_module("jsonargparse._typehints")
+_sort_subtypes, _load_value = _typehints.sort_subtypes_for_union, _typehints.load_value
+
+
+def mark_quoted(value: Any) -> Any:
+    """Return a value of a config with `QuotedText` for texts that YAML reads as something else."""
+    if type(value) is str:
+        with suppress(yaml.YAMLError, RecursionError, ValueError):
+            if _typehints.basic_json_or_yaml_load(value) == value:
+                return value
+        return QuotedText(value)
+    if type(value) is dict:
+        return {key: mark_quoted(part) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(mark_quoted, value))
+    return value
+
+
+def _load_once(text: str) -> Any:
+    """Read YAML as jsonargparse does, of configs and of texts in them, see `check_text`."""
+    check_text(text)
+    return mark_quoted(_load_yaml(text))
+
+
+def _text_first(subtypes: Any, value: Any, *args: Any) -> Any:
+    """Sort the types of a union: a quoted text is a number only where it can be no text."""
+    kinds = _sort_subtypes(subtypes, value, *args)
+    if isinstance(value, QuotedText):
+        return sorted(kinds, key=lambda kind: kind in _NOT_TEXT)
+    return kinds
+
+
+def _load_unquoted(value: str, **options: Any) -> Any:
+    """Read a text of ``dict_kwargs``, which have no types."""
+    return value if isinstance(value, QuotedText) else _load_value(value, **options)
+
+
+def _represent(dumper: yaml.SafeDumper, text: QuotedText) -> yaml.Node:
+    """Write a text in quotes: PyYAML thinks that ``1e3`` needs none."""
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="'")
+
+
+set_loader("yaml", _load_once, exceptions=(yaml.YAMLError, RecursionError))
+register_type(QuotedText, serializer=lambda text: text)
+yaml.SafeDumper.add_representer(QuotedText, _represent)
+_typehints.sort_subtypes_for_union = _text_first
+_typehints.load_value = _load_unquoted
 
 
 class Parser(LightningArgumentParser):
@@ -49,6 +103,13 @@ class Parser(LightningArgumentParser):
     def add_function_arguments(self, *args: Any, **kwargs: Any) -> list[str]:
         added: list[str] = super().add_function_arguments(*args, **{**kwargs, "sub_configs": False})
         return added
+
+    def instantiate(self, *args: Any, **kwargs: Any) -> Namespace:
+        """Make the objects of a config; they receive plain text."""
+        made: Namespace = super().instantiate(*args, **kwargs)
+        for name, value in vars(made).items():
+            made[name] = plain(value)
+        return made
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise: for the outermost parser a `ValidationError`, else what jsonargparse expects."""

@@ -198,6 +198,8 @@ def test_what_never_ends_is_refused_before_it_fills_the_memory(
     for name in ("pipe.jsonl", "device.csv"):
         with pytest.raises(BadDataError, match=f"{name}: .* it is no regular file"):
             list(FileSource(str(tmp_path / name)))
+        with pytest.raises(BadDataError, match=f"{name}' is a pipe or a device"):
+            resolve_source(str(tmp_path / name))
     monkeypatch.setattr(files, "_LONGEST", 2**16)
     endless = gzip.compress(b"[" * 2**20)
     for name in ("x.jsonl.gz", "x.json.gz", "x.csv.gz"):

@@ -329,6 +329,8 @@ def resolve_source(source: str | Source) -> tuple[Source, ...]:
                 "Python (datasets.load_from_disk), or write them with to_parquet"
             )
         return _files(source, sorted(path.iterdir()), f"the folder {source!r}")
+    if path.exists():
+        raise BadDataError(f"{source!r} is a pipe or a device, not a file: write its rows to one")
     if any(character in source for character in "*?[") and "@" not in source:
         anchor = Path(path.anchor) if path.is_absolute() else Path()
         pattern = str(path.relative_to(path.anchor)) if path.is_absolute() else str(path)
