@@ -263,7 +263,9 @@ def test_lightnings_trainer_gets_none_of_it(model_folder: str, rows: str) -> Non
 def test_words_for_checkpoints_that_are_not_there(
     model_folder: str, rows: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer = Trainer(default_root_dir="runs/new", max_steps=1, accelerator="cpu")
+    trainer = Trainer(
+        default_root_dir="runs/new", max_steps=1, limit_val_batches=0, accelerator="cpu"
+    )
     policy, prompts = module(model_folder), data(rows)
     for word in ("last", "best"):
         with pytest.raises(ValueError, match=f"ckpt_path is {word}, and runs/new/checkpoints has"):

@@ -22,6 +22,7 @@ from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from lrlhf.run.checkpoints.checkpoint_reader import NotACheckpointError
+from lrlhf.run.seeding import is_last_step
 from lrlhf.torch_internals import counts_steps_alone, set_steps, steps_of
 
 # ---------------------------------------------------------------- what a step is
@@ -62,6 +63,8 @@ class _ResumedEpochLoop(_TrainingEpochLoop):
 
     Lightning takes a checkpoint that a callback makes at the end of a step for one of the whole
     step: the validation that was to follow, and the end of the epoch or of the run, are left out.
+
+    The last step of a run is followed by a validation, whatever the interval is.
     """
 
     finishes_step = False
@@ -100,6 +103,12 @@ class _ResumedEpochLoop(_TrainingEpochLoop):
             # one that was broken off starts anew: what it had gathered is gone
             self.val_loop.restarting = False
         super().on_advance_end(data_fetcher)
+
+    def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
+        fit = self.trainer.fit_loop
+        ends = is_last_step(self.trainer) or (self.trainer.should_stop and fit._can_stop_early)
+        last = ends and self.trainer.enable_validation
+        return last or super()._should_check_val_fx(data_fetcher)
 
 
 class _ResumedFitLoop(_FitLoop):

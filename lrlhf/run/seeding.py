@@ -71,6 +71,14 @@ def last_step(trainer: L.Trainer) -> int | None:
     return int(steps) if math.isfinite(steps) else None
 
 
+def is_last_step(trainer: L.Trainer) -> bool:
+    """Tell whether a run has all its steps behind it: only a validation and the end are left."""
+    if 0 <= trainer.max_steps <= trainer.global_step:
+        return True
+    epochs = trainer.max_epochs
+    return bool(epochs and trainer.is_last_batch and 0 < epochs <= trainer.current_epoch + 1)
+
+
 class LoadedStep(L.Callback):
     """Remembers the step of a checkpoint that was loaded for an evaluation.
 

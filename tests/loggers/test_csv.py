@@ -44,9 +44,9 @@ def test_a_run_writes_every_row_once(tmp_path: Path) -> None:
     rows = rows_of(tmp_path / "whole" / "metrics.csv")
     trained = [int(row["step"]) for row in rows if row["train/loss"]]
     validated = [int(row["step"]) for row in rows if row["eval/loss"]]
-    # validation after 4 and 8 steps, epochs of 5
+    # validation after 4 and 8 steps and at the end, epochs of 5
     assert trained == list(range(1, 11))
-    assert validated == [4, 8]
+    assert validated == [4, 8, 10]
     assert [int(row["step"]) for row in rows if row["epoch/weight"]] == [5, 10]
     assert not any(name.startswith("perf/") for name in rows[0])
     timings = rows_of(tmp_path / "whole" / "timings.csv")
@@ -126,8 +126,8 @@ def test_a_new_run_keeps_the_files_of_an_earlier_one(tmp_path: Path) -> None:
     # one row a step
     for number, count in (("", 3), (".1", 1), (".2", 2)):
         assert len(rows_of(tmp_path / f"timings{number}.csv")) == count
-        # and one where an epoch ends
-        assert len(rows_of(tmp_path / f"metrics{number}.csv")) == count + 1
+        # and one each of the validation at the end and of the end of the epoch
+        assert len(rows_of(tmp_path / f"metrics{number}.csv")) == count + 2
 
 
 def test_rows_that_someone_removed_are_missed_aloud(tmp_path: Path) -> None:

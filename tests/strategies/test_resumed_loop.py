@@ -245,6 +245,33 @@ def test_the_validation_that_was_due_is_done_first(tmp_path: Path) -> None:
     assert not any(line.startswith("batch") for line in resumed)
 
 
+class Stop(L.Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.should_stop = trainer.global_step == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "validated"),
+    [
+        pytest.param({"max_steps": 5, "val_check_interval": 2}, [2, 4, 5], id="by steps"),
+        pytest.param({"max_steps": 4, "val_check_interval": 2}, [2, 4], id="once where it is due"),
+        pytest.param({"max_epochs": 1, "val_check_interval": 4}, [4, 6], id="by epochs"),
+        pytest.param({"max_steps": 2, "limit_val_batches": 0}, [], id="where it is wanted"),
+        pytest.param(
+            {"max_steps": 9, "val_check_interval": 4, "callbacks": [Stop()]}, [2], id="stopped"
+        ),
+    ],
+)
+def test_a_run_ends_with_a_validation(
+    options: dict[str, Any], validated: list[int], tmp_path: Path
+) -> None:
+    options = {"max_epochs": -1, "check_val_every_n_epoch": None, **options}
+    trace: list[str] = []
+    run(tmp_path, manual=True, size=6, **{**options, "logger": Rows(trace)})
+    rows = [line.split(":")[0] for line in trace if "'val'" in line]
+    assert rows == [f"row {step - 1}" for step in validated]  # rows here count from 0
+
+
 @pytest.mark.parametrize("stop", [2, 3])
 def test_a_run_that_is_made_longer_goes_on_with_the_next_batch(stop: int, tmp_path: Path) -> None:
     longer: dict[str, Any] = {"manual": True, "max_epochs": -1, "size": 3, "limit_val_batches": 0}

@@ -38,6 +38,7 @@ from lrlhf.run.lightning_internals import (
     waits_for_others,
 )
 from lrlhf.run.quiet_output import quiet
+from lrlhf.run.seeding import is_last_step
 
 STATUS: Final = 128 + signal.SIGTERM
 """Exit status of a process that ended because it was asked to."""
@@ -122,7 +123,7 @@ class Termination(L.Callback):
 
     def on_validation_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         # of a validation in which no other rank goes on
-        early = self._alone and not self._accumulates and not _is_last_step(trainer)
+        early = self._alone and not self._accumulates and not is_last_step(trainer)
         if self._ending and early and trainer.validating:
             raise Terminated(interrupted=self._interrupted)
 
@@ -162,7 +163,7 @@ class Termination(L.Callback):
             self._requeue(signal.Signals(int(requeue)), None)
         if ending:
             self._ending = True
-            over = _is_last_step(trainer)
+            over = is_last_step(trainer)
             if trainer.is_global_zero:
                 and_now = "; what comes after the steps goes on" if over else ""
                 _logger.info("asked to end: step %d was the last%s", trainer.global_step, and_now)
@@ -173,14 +174,6 @@ class Termination(L.Callback):
             if not over:
                 end_loops_early(trainer)
                 raise Terminated(interrupted=bool(interrupted))
-
-
-def _is_last_step(trainer: L.Trainer) -> bool:
-    """Tell whether a run has all its steps behind it: only a validation and the end are left."""
-    if 0 <= trainer.max_steps <= trainer.global_step:
-        return True
-    epochs = trainer.max_epochs
-    return bool(epochs and trainer.is_last_batch and 0 < epochs <= trainer.current_epoch + 1)
 
 
 @contextlib.contextmanager
