@@ -4,7 +4,7 @@
 
 Every command and every Python program is a process of its own, as at a prompt. The table has the
 seconds until the message, and the last column what is not as it should be: the wording, an exit
-status other than 2, a traceback of a command, weights that were read before.
+status other than 2, a traceback of a command, weights that a command has read before.
 """
 
 from __future__ import annotations
@@ -333,7 +333,7 @@ def main() -> int:
                 (folder / "program.py").write_text(program)
                 expected = {"begins": r"[\w.]+: ", "status": 1, "says": mistake.says_in_python}
                 answers["Python"] = _answer(
-                    ["program.py"], folder, environment, **expected, early=mistake.early
+                    ["program.py"], folder, environment, **expected, early=False
                 )
             cells = [mistake.name]
             for door, times in seconds.items():

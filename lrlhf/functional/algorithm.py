@@ -25,7 +25,7 @@ all finite values that are logged in an iteration, on all ranks."""
 LOG_METRIC = "log_metric"
 
 
-def _log_metric_of(function: Callable[..., Tensor], log_metric: LogMetric) -> dict[str, LogMetric]:
+def log_metric_of(function: Callable[..., Tensor], log_metric: LogMetric) -> dict[str, LogMetric]:
     """Return the keyword argument for metrics, where a function has it."""
     return {LOG_METRIC: log_metric} if LOG_METRIC in inspect.signature(function).parameters else {}
 
@@ -92,7 +92,7 @@ class Estimator(NamedTuple):
         self, inputs: EstimatorInputs, log_metric: LogMetric = _logs_nothing
     ) -> Float[Tensor, "B T"]:
         """Compute the advantages with the options in place."""
-        return self.function(inputs, **self.options, **_log_metric_of(self.function, log_metric))
+        return self.function(inputs, **self.options, **log_metric_of(self.function, log_metric))
 
 
 class PolicyLoss(NamedTuple):
@@ -109,20 +109,6 @@ class PolicyLoss(NamedTuple):
     """Keyword arguments of the function."""
     clips_tokens: bool = False
     """Of a loss per sequence: whether its ratio is a mean of ratios that are clipped one by one."""
-
-    def __call__(
-        self,
-        logprobs: Float[Tensor, "B T"],
-        old_logprobs: Float[Tensor, "B T"],
-        advantages: Tensor,
-        response_mask: Bool[Tensor, "B T"],
-        log_metric: LogMetric = _logs_nothing,
-    ) -> Tensor:
-        """Compute the losses, `[B, T]` or `[B]`, with the options in place."""
-        named = _log_metric_of(self.function, log_metric)
-        return self.function(
-            logprobs, old_logprobs, advantages, response_mask, **self.options, **named
-        )
 
     @property
     def term_aggregate(self) -> Aggregate:

@@ -16,7 +16,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lrlhf.functional.algorithm import PolicyLoss
+from lrlhf.functional.algorithm import PolicyLoss, log_metric_of
 from lrlhf.functional.kl import kl_estimate
 from lrlhf.functional.masking import masked_mean
 from lrlhf.functional.policy import aggregate
@@ -123,8 +123,8 @@ def policy_loss(  # noqa: PLR0913  the terms of the objective
     if per_response:
         advantages = masked_mean(advantages, experience.response_mask, dim=1)
         weighted = _with_weighted_gradient(logprobs, weights)
-    log_metric = (metrics or MetricSums()).add_of_algorithm
-    values = loss(weighted, old, advantages, selected, log_metric)
+    logs = log_metric_of(loss.function, (metrics or MetricSums()).add_of_algorithm)
+    values = loss.function(weighted, old, advantages, selected, **loss.options, **logs)
     if weights is not None and not per_response:
         values = values * weights
 
