@@ -1,6 +1,6 @@
 """Arithmetic with a calculator: an environment of up to four turns, and questions for it.
 
-    PYTHONPATH=examples lrlhf fit --config configs/calculator.yaml
+    lrlhf fit --config lrlhf:calculator
 
 `Calculator` is all that an environment has to be. It reads lines of text, because a model of 135
 million parameters writes ``calc: 31 * 7`` more reliably than a call in JSON.

@@ -1,6 +1,6 @@
 """Converts published sets of compared images, videos and sounds into preference pairs.
 
-    python examples/convert_media_pairs.py hpdv3 hpdv3/train.json pairs.jsonl
+    python -m lrlhf.examples.convert_media_pairs hpdv3 hpdv3/train.json pairs.jsonl
 
 The source is a file, a folder or a pattern. A row for `PreferenceDataModule` has ``prompt``,
 ``image_0`` and ``image_1`` (or ``video``, ``audio``), a label for each judgement (A: candidate 0 is

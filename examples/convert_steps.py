@@ -1,6 +1,6 @@
 """Converts published sets of judged steps into the rows of `StepwiseDataModule`.
 
-    python examples/convert_steps.py math_shepherd math-shepherd.jsonl steps.jsonl
+    python -m lrlhf.examples.convert_steps math_shepherd math-shepherd.jsonl steps.jsonl
 
 The source is a file, folder, pattern or hub id. A row has ``prompt``, ``completions``, ``labels``
 and ``source``, the name of the set. Rows that are not of its form are left out, and said.

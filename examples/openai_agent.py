@@ -1,6 +1,6 @@
 """An agent with a calculator: a program that knows nothing of lrlhf, and learns all the same.
 
-    PYTHONPATH=examples lrlhf fit --config configs/openai_agent.yaml
+    lrlhf fit --config lrlhf:openai_agent
 
 `solve` asks a model through the ``openai`` client. In training ``base_url``, ``api_key`` and
 ``model`` are those of the policy; with others it runs anywhere else.

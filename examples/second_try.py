@@ -1,6 +1,6 @@
 """Tasks of reasoning-gym with a second try: an answer that is wrong is told so.
 
-    PYTHONPATH=examples lrlhf fit … --model.episodes.environment second_try.SecondTry
+    lrlhf fit … --model.episodes.environment lrlhf.examples.second_try.SecondTry
 
 The rows are those of ``lrlhf.datamodules.ReasoningGym``, whose tasks have one step each: they judge
 an answer. What a try improves is the reward of its turn.

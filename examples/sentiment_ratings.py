@@ -1,9 +1,9 @@
 """The human ratings that the VADER sentiment lexicon was made with, as a source of pairs.
 
-    PYTHONPATH=examples lrlhf fit --config configs/reward_text.yaml
+    lrlhf fit --config lrlhf:reward_text
 
 Sources of your own look like this: here a subclass of `RatedPairs`, which pairs what it rates, and
-which a config names by its class path (`sentiment_ratings.VaderRatings`).
+which a config names by its class path (`lrlhf.examples.sentiment_ratings.VaderRatings`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Builds a vision-language model of 0.26 million random parameters, to try things out on a CPU.
 
-    python examples/tiny_vlm.py runs/tiny_vlm
-    python examples/tiny_vlm.py runs/tiny_vlm_digits --digits 100
+    python -m lrlhf.examples.tiny_vlm runs/tiny_vlm
+    python -m lrlhf.examples.tiny_vlm runs/tiny_vlm_digits --digits 100
 
 The second line also teaches it, by 100 steps of supervised learning, to answer the question about
 handwritten digits in about half of the cases: reinforcement learning needs a start from which it is
@@ -151,7 +151,7 @@ def begin(folder: Path, *, steps: int, seed: int = 0) -> None:
     model, tokenizer = spec.load().train(), spec.load_tokenizer()
     processor = MediaProcessor.for_model(spec.load_processor(), model.config)
     assert processor is not None
-    digits = importlib.import_module("pictures").Digits("train", size=600, pixels=32)  # beside this
+    digits = importlib.import_module("lrlhf.examples.pictures").Digits("train", size=600, pixels=32)
     rows = [dialogue(row, tokenizer, processor) for row in digits.rows()]
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     order = torch.Generator().manual_seed(seed)

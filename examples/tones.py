@@ -1,7 +1,7 @@
 """Pairs of tones, of which the higher one is preferred, and a tiny model that hears them.
 
     pip install 'lrlhf[audio]'
-    python examples/tones.py runs/tiny_audio
+    python -m lrlhf.examples.tones runs/tiny_audio
 
 It trains with `configs/reward_audio.yaml` and `configs/cpu/reward_audio.yaml`, in half a minute.
 The model has 0.12 million random parameters and is a Qwen2-Audio in all but size, so that what

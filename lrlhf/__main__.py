@@ -25,12 +25,12 @@ commands:
 {commands}
 
 examples:
-  lrlhf fit --config configs/quickstart.yaml
-  lrlhf fit --config configs/quickstart.yaml --trainer.max_steps 20 --model.optimizer.lr 1e-5
-  lrlhf fit --config configs/quickstart.yaml --ckpt_path last     continue where it stopped
-  lrlhf fit --config configs/quickstart.yaml --print_config       every option and its value
-  lrlhf check --config configs/quickstart.yaml                    what is wrong with a config
-  lrlhf plan --config configs/quickstart.yaml                     what fit would do, in numbers
+  lrlhf fit --config lrlhf:quickstart
+  lrlhf fit --config lrlhf:quickstart --trainer.max_steps 20 --model.optimizer.lr 1e-5
+  lrlhf fit --config lrlhf:quickstart --ckpt_path last     continue where it stopped
+  lrlhf fit --config lrlhf:quickstart --print_config       every option and its value
+  lrlhf check --config lrlhf:quickstart                    what is wrong with a config
+  lrlhf plan --config lrlhf:quickstart                     what fit would do, in numbers
   lrlhf help LearnedReward                                        what a class accepts
   lrlhf serve-reward --model.source runs/reward_text/export/final a reward model over HTTP
 

@@ -17,7 +17,7 @@ _FOLDER = "trainer.default_root_dir"
 _REWARDS = "model.rewards.init_args.functions"
 _LORA = "model.policy.init_args.lora (for a RewardModel model.model.init_args.lora)"
 _POLICY = "model.policy (for a RewardModel model.model)"
-_ENGINE = "model.engine (overlays in configs/engine)"
+_ENGINE = "model.engine (overlays lrlhf:engine/…)"
 _OVERLONG = "model.rewards.init_args.functions: lrlhf.rewards.OverlongPenalty"
 _CHECKPOINTS = "trainer.callbacks: lrlhf.callbacks.RLCheckpoint"
 

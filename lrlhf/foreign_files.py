@@ -27,6 +27,8 @@ _MAX_NODES: Final = 100_000
 """Values of a YAML document, those that an alias stands for counted once more for each alias."""
 _OWN: Final = ("lrlhf.", "lightning.", "torch.optim.")
 """Packages whose classes a config may name; strangers write no files there."""
+_EXAMPLES: Final = "lrlhf.examples."
+"""Programs, which write files and start others."""
 _ADAPTERS: Final = "lrlhf.environments.adapters"
 """Classes that start programs, and import packages, which their options name."""
 _DOTTED: Final = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*(?::[^\W\d][\w.]*)?")
@@ -208,7 +210,7 @@ def _imports(text: str, imported: Container[str]) -> bool:
 
 def _is_own(path: str) -> bool:
     """Whether a path leads into a package of `_OWN`, and not through it to what it imports."""
-    if not path.startswith(_OWN):
+    if not path.startswith(_OWN) or path.startswith(_EXAMPLES):
         return False
     try:
         return f"{pkgutil.resolve_name(path).__module__}.".startswith(_OWN)

@@ -1,9 +1,10 @@
-"""Makes typical mistakes, one command each, and writes a table of what each is answered with.
+"""Makes typical mistakes by both doors, and writes a table of what each is answered with.
 
     python tools/mistakes.py > mistakes.md
 
-Every command is a process of its own, as at a prompt. The table has the seconds until the message,
-and tells whether a traceback was shown and whether weights had been read before.
+Every command and every Python program is a process of its own, as at a prompt. The table has the
+seconds until the message, and the last column what is not as it should be: the wording, an exit
+status other than 2, a traceback of a command, weights that a command has read before.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -194,6 +196,8 @@ sys.addaudithook(note)
 """Python runs it at the start of every process."""
 
 
+_REFUSED = 2
+"""Exit status of a command that cannot be right."""
 _THREE_LINES = r"(.*?<br>.*?<br>.*?)<br>.*"
 """All of a message that a table has room for."""
 
@@ -227,13 +231,45 @@ def _write_model(folder: Path) -> None:
     torch.save(LlamaForCausalLM(config).state_dict(), folder / "pytorch_model.bin")
 
 
-def _run(mistake: Mistake, folder: Path, environment: dict[str, str]) -> list[str]:
-    """Return the cells of a mistake's row."""
-    arguments = arguments_of(mistake, folder)
+class Answer(NamedTuple):
+    """What a mistake is answered with.
+
+    Attributes:
+        message: The error and what follows it.
+        seconds: Until its first line; None: there is none.
+        faults: What is not as it should be.
+    """
+
+    message: str
+    seconds: float | None
+    faults: list[str]
+
+
+def _answer(
+    command: Sequence[str],
+    folder: Path,
+    environment: dict[str, str],
+    *,
+    begins: str,
+    status: int,
+    says: Sequence[str],
+    early: bool,
+) -> Answer:
+    """Run a process, and time the first line of its error.
+
+    Args:
+        command: To be run by Python.
+        folder: Where it runs.
+        environment: Its variables.
+        begins: Pattern of that line.
+        status: Exit status that it should have.
+        says: What the message should have.
+        early: Whether weights should not be read before.
+    """
     (folder / "weights-were-read").unlink(missing_ok=True)
     started = time.monotonic()
     process = subprocess.Popen(
-        [sys.executable, "-m", "lrlhf", *arguments],
+        [sys.executable, *command],
         cwd=folder,
         env=environment,
         stdin=subprocess.DEVNULL,
@@ -241,31 +277,31 @@ def _run(mistake: Mistake, folder: Path, environment: dict[str, str]) -> list[st
         stderr=subprocess.PIPE,
         text=True,
     )
-    seconds, lines = None, []
+    seconds, message = None, []
     assert process.stderr is not None
     for line in process.stderr:
-        if seconds is None and line.startswith("error: "):
-            seconds = time.monotonic() - started
-        lines.append(line.rstrip("\n"))
-    status = process.wait()
-    at = next((index for index, line in enumerate(lines) if line.startswith("error: ")), 0)
-    message = "<br>".join(lines[at:]).replace("|", "\\|").replace(str(folder), ".")
-    return [
-        mistake.name,
-        message,
-        str(status),
-        "none" if seconds is None else f"{seconds:.1f}",
-        "yes" if any(line.startswith("Traceback") for line in lines) else "no",
-        "yes" if (folder / "weights-were-read").exists() else "no",
-    ]
+        if re.match(begins, line):
+            # of several exceptions, the last is what the user reads
+            seconds, message = time.monotonic() - started, []
+        message.append(line.rstrip("\n"))
+    text = "<br>".join(message).replace("|", "\\|").replace(str(folder), ".")
+    faults = {
+        f"status {process.wait()}": process.returncode != status,
+        "wording": not all(part in text for part in says),
+        "traceback": status == _REFUSED and "Traceback" in text,
+        "weights read": early and (folder / "weights-were-read").exists(),
+        "no message": seconds is None,
+    }
+    return Answer(text, seconds, [fault for fault, is_so in faults.items() if is_so])
 
 
 def main() -> int:
     """Make every mistake, or those whose name has one of the words given."""
     wanted = sys.argv[1:]
     out = sys.stdout
-    out.write("| mistake | message | exit status | seconds | traceback | weights read |\n")
-    out.write("|---|---|---:|---:|---|---|\n")
+    out.write("| mistake | command line | s | Python | s | not as it should be |\n")
+    out.write("|---|---|---:|---|---:|---|\n")
+    seconds: dict[str, list[float]] = {"command line": [], "Python": []}
     wrong = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
@@ -286,13 +322,35 @@ def main() -> int:
         for mistake in MISTAKES:
             if wanted and not any(word in mistake.name for word in wanted):
                 continue
-            cells = _run(mistake, folder, environment)
-            early = not mistake.early or cells[-1] == "no"
-            said = all(part in cells[1] for part in mistake.says)
-            wrong += not (cells[2] == "2" and cells[-2] == "no" and early and said)
-            cells[1] = re.sub(_THREE_LINES, r"\1<br>…", cells[1])
-            out.write("| " + " | ".join(cells) + " |\n")
+            arguments = ["-m", "lrlhf", *arguments_of(mistake, folder)]
+            expected = {"begins": "error: ", "status": _REFUSED, "says": mistake.says}
+            answers = {
+                "command line": _answer(
+                    arguments, folder, environment, **expected, early=mistake.early
+                )
+            }
+            if program := program_of(mistake):
+                (folder / "program.py").write_text(program)
+                expected = {"begins": r"[\w.]+: ", "status": 1, "says": mistake.says_in_python}
+                answers["Python"] = _answer(
+                    ["program.py"], folder, environment, **expected, early=False
+                )
+            cells = [mistake.name]
+            for door, times in seconds.items():
+                answer = answers.get(door)
+                message = "a config's only" if answer is None else answer.message
+                taken = None if answer is None else answer.seconds
+                times += [] if taken is None else [taken]
+                cells.append(re.sub(_THREE_LINES, r"\1<br>…", message))
+                cells.append("" if taken is None else f"{taken:.1f}")
+            faults = [f"{door}: {', '.join(a.faults)}" for door, a in answers.items() if a.faults]
+            wrong += bool(faults)
+            out.write("| " + " | ".join([*cells, "; ".join(faults)]) + " |\n")
             out.flush()
+    for door, times in seconds.items():
+        if times:
+            middle, most = statistics.median(times), max(times)
+            out.write(f"\n{door}: {len(times)}, median {middle:.1f} s, slowest {most:.1f} s\n")
     out.write(f"\n{wrong} of them not as they should be\n")
     return 1 if wrong else 0
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from itertools import accumulate
+from pathlib import Path
 
 from lrlhf.options.errors import ConfigError, hint
 
-_PACKAGES = (
-    *("modules", "datamodules", "rewards", "rollout", "callbacks", "loggers", "environments"),
-    *("models", "guard", "strategies", "apps.cluster"),
-)
-"""Those whose classes a config names, and those of the values of their options."""
+_CLASS = re.compile(r"^class ([A-Z]\w*)", re.MULTILINE)
 
 
 def help_of_class(arguments: Sequence[str]) -> None:
@@ -23,33 +22,57 @@ def help_of_class(arguments: Sequence[str]) -> None:
         arguments: The name of the class, alone or as ``lrlhf.rewards.LearnedReward``.
 
     Raises:
-        ConfigError: There is no such class, or there is more than one name.
+        ConfigError: There is no such class, or there are several, or it needs another package.
     """
     if len(arguments) != 1:
         raise ConfigError("lrlhf help takes one name of a command or a class")
-    kinds = _public_classes()
-    name = arguments[0]
-    kind = kinds.get(name.rpartition(".")[2])
-    if kind is None or name not in {kind.__name__, _path(kind)}:
-        raise ConfigError(f"no class {name!r} in lrlhf{hint(name.rpartition('.')[2], kinds)}")
-    options = [_option(parameter) for parameter in inspect.signature(kind).parameters.values()]
-    lines = [_path(kind), "", inspect.getdoc(kind) or "", "", "Options and their defaults:"]
+    modules = _modules_of_classes()
+    package, _, name = arguments[0].rpartition(".")
+    inside = [
+        module
+        for module in modules.get(name, [])
+        if not package or f"{module}.".startswith(f"{package}.")
+    ]
+    if not inside:
+        raise ConfigError(f"no class {arguments[0]!r} in lrlhf{hint(name, modules)}")
+    try:
+        kinds = {_path(module, name): getattr(import_module(module), name) for module in inside}
+    except ImportError as error:
+        raise ConfigError(f"{name} cannot be loaded: {error}") from error
+    # first what packages export, of that what the outermost does
+    ranks = {path: (path.rpartition(".")[0] in inside, path.count(".")) for path in kinds}
+    path, *others = [path for path, rank in ranks.items() if rank == min(ranks.values())]
+    if others:
+        raise ConfigError(f"several classes have this name: {', '.join([path, *others])}")
+    kind = kinds[path]
+    # an exception without a constructor of its own has no signature
+    bare = issubclass(kind, Exception) and "__init__" not in vars(kind)
+    parameters = () if bare else inspect.signature(kind).parameters.values()
+    options = [_option(parameter) for parameter in parameters]
+    lines = [path, "", inspect.getdoc(kind) or "", "", "Options and their defaults:"]
     sys.stdout.write("\n".join([*lines, *(options or ["    none"])]) + "\n")
 
 
-def _public_classes() -> dict[str, type]:
-    classes: dict[str, type] = {}
-    for package in _PACKAGES:
-        module = import_module(f"lrlhf.{package}")
-        public = {name: getattr(module, name, None) for name in module.__all__}
-        classes = {n: one for n, one in public.items() if isinstance(one, type)} | classes
-    return classes
+def _modules_of_classes() -> dict[str, list[str]]:
+    """Return where each class is defined, read from the source: no module is imported for it."""
+    root = Path(__file__).parents[1]
+    modules: dict[str, list[str]] = {}
+    for file in sorted(root.rglob("*.py")):
+        parts = file.relative_to(root.parent).with_suffix("").parts
+        if parts[1] != "examples":
+            for name in _CLASS.findall(file.read_text(encoding="utf-8")):
+                modules.setdefault(name, []).append(".".join(parts).removesuffix(".__init__"))
+    return modules
 
 
-def _path(kind: type) -> str:
-    """Return where it is imported from: the package rather than the file in it."""
-    parts = kind.__module__.split(".")
-    return ".".join([*parts[: 3 if parts[1] == "apps" else 2], kind.__name__])
+def _path(module: str, name: str) -> str:
+    """Return where a class is imported from: the outermost package that exports it."""
+    kind = getattr(import_module(module), name)
+    for package in accumulate(module.split("."), "{}.{}".format):
+        known = import_module(package)
+        if name in getattr(known, "__all__", ()) and getattr(known, name) is kind:
+            return f"{package}.{name}"
+    return f"{module}.{name}"
 
 
 def _option(one: inspect.Parameter) -> str:

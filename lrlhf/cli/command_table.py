@@ -45,6 +45,14 @@ class Command(NamedTuple):
 _FIT = "lrlhf.cli.application:Application"
 COMMANDS = {
     "fit": Command("train a reward model or a policy", _FIT),
+    "init": Command(
+        "write a config for a file of yours", "lrlhf.cli.init_command:init", CommandKind.FILES
+    ),
+    "configs": Command(
+        "list the configs that come with lrlhf, or copy them",
+        "lrlhf.cli.shipped_configs:configs",
+        CommandKind.FILES,
+    ),
     "launch": Command(
         "run fit on a Ray cluster, with rollout replicas and reward workers",
         "lrlhf.apps.cluster.launch:Launcher",

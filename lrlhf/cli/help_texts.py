@@ -49,9 +49,9 @@ options:
   --debug                     show tracebacks and what other libraries log
 
 examples:
-  lrlhf fit --config configs/quickstart.yaml
-  lrlhf fit --config configs/quickstart.yaml --trainer.max_steps 20 --model.optimizer.lr 1e-5
-  lrlhf fit --config configs/quickstart.yaml --ckpt_path last
+  lrlhf fit --config lrlhf:quickstart
+  lrlhf fit --config lrlhf:quickstart --trainer.max_steps 20 --model.optimizer.lr 1e-5
+  lrlhf fit --config lrlhf:quickstart --ckpt_path last
 
 {_MORE}""",
     "launch": f"""\
@@ -61,12 +61,12 @@ Run fit on a Ray cluster: trainers, rollout replicas and reward workers, started
 die. The run continues from the last checkpoint of its folder.
 
 options:
-  --cluster FILE              what to take of the cluster, as configs/cluster/*.yaml
+  --cluster FILE              what to take of the cluster, as lrlhf:cluster/local
   --cluster.KEY VALUE         an option of it: --cluster.trainers.workers 4
 {_CONFIG}
 
 example:
-  lrlhf launch --cluster configs/cluster/local.yaml --config configs/quickstart.yaml
+  lrlhf launch --cluster lrlhf:cluster/local --config lrlhf:quickstart
 
 {_MORE}""",
     "check": f"""\
@@ -78,7 +78,7 @@ options:
 {_CONFIG}
 
 example:
-  lrlhf check --config configs/quickstart.yaml
+  lrlhf check --config lrlhf:quickstart
 
 {_MORE}""",
     "audit": f"""\
@@ -94,7 +94,7 @@ options:
   --label-noise               also fit small reward models to find doubtful labels; takes longer
 
 example:
-  lrlhf audit --config configs/reward_hh.yaml --data.train pairs.jsonl.gz --html audit.html
+  lrlhf audit --config lrlhf:reward_hh --data.train pairs.jsonl.gz --html audit.html
 
 {_MORE}""",
     "plan": f"""\
@@ -111,8 +111,8 @@ options:
   --response-tokens MEAN      of a response, for times; half of the limit unless given
 
 examples:
-  lrlhf plan --config configs/quickstart.yaml --gpus 2
-  lrlhf plan --config configs/ppo_text_7b.yaml --gpus 64 --gpu h100 --response-tokens 400
+  lrlhf plan --config lrlhf:quickstart --gpus 2
+  lrlhf plan --config lrlhf:ppo_text_7b --gpus 64 --gpu h100 --response-tokens 400
 
 {_MORE}""",
     "validate": f"""\
@@ -169,7 +169,7 @@ options:
 
 examples:
   lrlhf reward runs/quickstart --html rewards.html
-  lrlhf reward --config configs/quickstart.yaml answers.jsonl
+  lrlhf reward --config lrlhf:quickstart answers.jsonl
 
 {_MORE}""",
     "convert": """\

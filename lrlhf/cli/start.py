@@ -18,6 +18,7 @@ from importlib.metadata import version
 from lrlhf.cli.command_table import COMMANDS, HELP_OF_CLASS, REWARDS_OF_RUN, CommandKind
 from lrlhf.cli.config_files import ConfigFile, config_arguments, read_config_files, remember_secrets
 from lrlhf.cli.early_checks import check_names
+from lrlhf.cli.shipped_configs import with_files
 from lrlhf.options.errors import ConfigError, say_error
 from lrlhf.secrets import safe
 
@@ -36,6 +37,7 @@ def run(arguments: Sequence[str], *, debug: bool = False) -> int:
         The exit status, see `lrlhf.__main__.main`.
     """
     try:
+        arguments = with_files(arguments)
         command = COMMANDS.get(arguments[0], HELP_OF_CLASS)
         if arguments[0] == "reward" and not _runs_rewards(arguments):
             command = REWARDS_OF_RUN

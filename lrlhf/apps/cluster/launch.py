@@ -441,7 +441,7 @@ def path_to_server(model: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
         path, entry = f"{path}.engine", options.get("engine")
     raise ConfigError(
         "rollouts.replicas of the cluster is above 0, and model.engine is no "
-        "lrlhf.rollout.VLLMServerEngine without url: add --config configs/engine/vllm_server.yaml"
+        "lrlhf.rollout.VLLMServerEngine without url: add --config lrlhf:engine/vllm_server"
     )
 
 

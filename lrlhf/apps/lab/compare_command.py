@@ -31,7 +31,7 @@ examples:
   lrlhf compare runs/a runs/b
   lrlhf compare --a runs/a_seed* --b runs/b_seed* --html compare.html
   lrlhf compare runs/b runs/c --against runs/a --by metadata.level
-  lrlhf compare runs/a/export/final my-org/my-model --config configs/quickstart.yaml
+  lrlhf compare runs/a/export/final my-org/my-model --config lrlhf:quickstart
 """
 
 

@@ -135,7 +135,7 @@ class StepParser:
                     "unknown label",
                     f"label {number} of column {self.labels_column!r} is {label!r:.60}",
                     remedy="labels are true or false, a probability from 0 to 1, or null; "
-                    "examples/convert_steps.py converts published sets",
+                    "python -m lrlhf.examples.convert_steps converts published sets",
                 )
 
     @staticmethod

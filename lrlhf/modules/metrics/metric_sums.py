@@ -44,6 +44,10 @@ class MetricSums:
         finite = values.isfinite()
         self.add(name, torch.where(finite, values, 0.0).sum(dtype=_wide(values)), finite.sum())
 
+    def add_of_algorithm(self, name: str, values: Tensor | float) -> None:
+        """Count what an estimator or a loss logs, see `lrlhf.functional.algorithm.LogMetric`."""
+        self.add_values(f"algorithm/{name}", torch.as_tensor(values).detach().float())
+
     def add_moments(self, name: str, values: Tensor) -> None:
         """Count every value towards the standard deviation (Bessel-corrected) called ``name``."""
         wide = values.to(_wide(values))

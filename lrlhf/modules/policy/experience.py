@@ -290,7 +290,8 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
             tokens=_token_columns(experience),
             turn_rewards=_credited_turns(experience, algorithm, settings, statistics),
             bootstrap_mask=truncated if settings.truncated == "bootstrap" else None,
-        )
+        ),
+        (metrics or MetricSums()).add_of_algorithm,
     )
     if advantages.shape != mask.shape:
         raise ValueError(

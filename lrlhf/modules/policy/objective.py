@@ -16,7 +16,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lrlhf.functional.algorithm import PolicyLoss
+from lrlhf.functional.algorithm import PolicyLoss, log_metric_of
 from lrlhf.functional.kl import kl_estimate
 from lrlhf.functional.masking import masked_mean
 from lrlhf.functional.policy import aggregate
@@ -24,6 +24,7 @@ from lrlhf.functional.value_loss import clipped_value_loss
 from lrlhf.guard.anomalies import StepWatch
 from lrlhf.models import SequenceOutputs, loss_tokens, sequence_logprobs, sequence_outputs
 from lrlhf.modules.base import SteppedOptimizer
+from lrlhf.modules.metrics.metric_sums import MetricSums
 from lrlhf.modules.metrics.rollout_metrics import measure_mismatch, measure_update
 from lrlhf.modules.policy.experience import measure_importance, start_from
 from lrlhf.modules.policy.guard import describe_rows, show_probabilities
@@ -94,6 +95,7 @@ def policy_loss(  # noqa: PLR0913  the terms of the objective
     entropy: Tensor | None = None,
     divergence: Tensor | None = None,
     teacher_coef: float = 0.0,
+    metrics: MetricSums | None = None,
 ) -> LossTerms:
     """Loss of a micro-batch, as its share of the loss of the whole optimizer step.
 
@@ -110,6 +112,7 @@ def policy_loss(  # noqa: PLR0913  the terms of the objective
         entropy: `[B, T]` of the current policy; None: no bonus.
         divergence: `[B, T]` from its teacher, with gradient; None: there is none in the loss.
         teacher_coef: Weight of the divergence.
+        metrics: Receives what the loss logs.
     """
     mask = experience.loss_mask
     selected = mask if experience.selected is None else experience.selected
@@ -120,7 +123,8 @@ def policy_loss(  # noqa: PLR0913  the terms of the objective
     if per_response:
         advantages = masked_mean(advantages, experience.response_mask, dim=1)
         weighted = _with_weighted_gradient(logprobs, weights)
-    values = loss.function(weighted, old, advantages, selected, **loss.options)
+    logs = log_metric_of(loss.function, (metrics or MetricSums()).add_of_algorithm)
+    values = loss.function(weighted, old, advantages, selected, **loss.options, **logs)
     if weights is not None and not per_response:
         values = values * weights
 
@@ -316,6 +320,7 @@ class PolicyStep:
             entropy=out.entropy,
             divergence=out.teacher and out.teacher.divergence,
             teacher_coef=teacher.settings.coef if teacher else 0.0,
+            metrics=it.metrics,
         )
         total = terms.loss
         if out.router_loss is not None:

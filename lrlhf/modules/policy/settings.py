@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 from lrlhf.environments.settings import Episodes, resolve
-from lrlhf.functional.algorithm import Algorithm, Estimator, PolicyLoss
+from lrlhf.functional.algorithm import LOG_METRIC, Algorithm, Estimator, PolicyLoss
 from lrlhf.functional.algorithms import (
     ALGORITHMS,
     ALIASES,
@@ -444,7 +444,8 @@ def _check_options(where: str, function: Callable[..., Any], options: Mapping[st
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
-    known = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    keywords = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+    known = [name for name in keywords if name != LOG_METRIC]
     for name in options:
         if name not in known:
             raise unknown_name(f"option in {where}", name, known)
