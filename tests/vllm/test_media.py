@@ -1,5 +1,6 @@
 """vLLM shown the policy's images: what it samples has the policy's own probabilities."""
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from lrlhf.models import load_processor, ruled_out_ids, sequence_logprobs
 from lrlhf.rollout import Sampling, VLLMEngine, VLLMServerEngine
 from lrlhf.rollout.vllm.vllm_base import EngineStartError
 from lrlhf.types import PromptBatch, Rollout
-from tests.vllm.models import disturb
+from tests.vllm.models import disturb, generated_across_a_push
 from tests.vlms import Row, Vlm, build_vlm, prompts_of, row, save_vlm
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3")
@@ -107,6 +108,25 @@ def test_the_probe_sees_encoders_weights_that_did_not_arrive(
     assert engine.probe().max > 1e-3
     engine.push(11)
     assert engine.probe().max < 1e-4
+
+
+def test_responses_about_images_go_on_with_new_weights(
+    shown: tuple[VLLMEngine | VLLMServerEngine, Vlm],
+) -> None:
+    """Features of the old weights' encoder would be as wrong as their keys and values."""
+    engine, vlm = shown
+    if not isinstance(engine, VLLMServerEngine):
+        pytest.skip("it generates while nothing else computes")
+    old = copy.deepcopy(vlm.model)
+    rollout = generated_across_a_push(engine, mixed_prompts(vlm), versions=(30, 31), copies=24)
+    assert rollout.token_versions is not None
+    for model, version in ((old, 30), (vlm.model, 31)):
+        own = sequence_logprobs(model, rollout).detach()
+        mine = rollout.response_mask & (rollout.token_versions == version)
+        gaps = (own - rollout.sampling_logprobs).abs()
+        assert int(mine.sum()) > 100
+        assert float(gaps[mine].max()) < 1e-4
+        assert float(gaps[rollout.response_mask & ~mine].max()) > 1e-2
 
 
 def test_no_placeholder_is_ever_drawn(shown: tuple[VLLMEngine | VLLMServerEngine, Vlm]) -> None:
