@@ -57,6 +57,18 @@ class Audio:
         """How long it is."""
         return len(self.samples) / self.sampling_rate
 
+    def wav(self) -> bytes:
+        """Return a WAV file with the samples as they are.
+
+        Raises:
+            ImportError: soundfile is missing.
+        """
+        file = io.BytesIO()
+        _package("soundfile").write(
+            file, self.samples, self.sampling_rate, format="WAV", subtype="FLOAT"
+        )
+        return file.getvalue()
+
     def resampled(self, sampling_rate: int) -> Audio:
         """Return the same sound with another number of samples per second (soxr, high quality)."""
         if sampling_rate == self.sampling_rate:

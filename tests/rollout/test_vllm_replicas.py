@@ -17,7 +17,7 @@ from lrlhf.background import in_background
 from lrlhf.rollout import EngineFailure
 from lrlhf.rollout.responses import Response
 from lrlhf.rollout.vllm.client import ServerClient
-from lrlhf.rollout.vllm.dispatch import BLOCK, Router, Targets, Traffic, respond
+from lrlhf.rollout.vllm.dispatch import BLOCK, Router, Targets, TokenRequest, Traffic, respond
 
 # ---------------------------------------------------------------------- routing
 
@@ -112,11 +112,11 @@ class Servers:
         self.failed_at[self.targets.clients[number].address] = str(failure)
 
     def respond(self, prompts: list[list[int]], **options: Any) -> list[Response]:
-        bodies = [
-            {"token_ids": prompt, "sampling_params": {"seed": seed, "max_tokens": 10}}
+        requests = [
+            TokenRequest(prompt, {"seed": seed, "max_tokens": 10}, prompt, tuple(prompt))
             for seed, prompt in enumerate(prompts)
         ]
-        return respond(bodies, self.targets, **{"concurrency": 4, "stall": 10.0, **options})
+        return respond(requests, self.targets, **{"concurrency": 4, "stall": 10.0, **options})
 
 
 def answer_to(request: httpx.Request, **changes: Any) -> httpx.Response:

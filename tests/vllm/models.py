@@ -1,6 +1,9 @@
 """Models that vLLM's CPU kernels take, and what is compared with them."""
 
 import re
+import threading
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,3 +165,41 @@ def counted(engine: VLLMServerEngine, number: int, name: str = "vllm:request_suc
 def signal_server(server: VLLMServerEngine, number: int, replica: int = 0) -> None:
     """Send a signal to the processes under the guard; SIGKILL is as a crash would be."""
     send_signal(descendants(guard_of(server, replica)), number)
+
+
+def generated_across_a_push(
+    server: VLLMServerEngine, prompts: PromptBatch, *, versions: tuple[int, int], copies: int
+) -> Rollout:
+    """Change the policy's weights, and push them while a server generates with those before."""
+    policy, count = server._policy, copies * len(prompts)
+    server.push(versions[0])
+    server.allow_updates_in_flight(True)
+    try:
+        found: list[Rollout] = []
+
+        def generate() -> None:
+            rollout = server.generate(
+                prompts,
+                Sampling(max_new_tokens=100),
+                num_generations=copies,
+                seeds=range(count),
+            )
+            found.append(rollout)
+
+        tokens = partial(counted, server, 0, GENERATED)
+        client, before = client_of(server), tokens()
+        thread = threading.Thread(target=generate)
+        disturb(policy, seed=5)
+        client.post("/pause?mode=keep&clear_cache=false")
+        thread.start()
+        time.sleep(1.0)  # until all wait there
+        while tokens() < before + count:  # so many at once that none gets through
+            client.post("/resume")
+            time.sleep(0.01)
+            client.post("/pause?mode=keep&clear_cache=false")
+        server.push(versions[1])
+        thread.join()
+    finally:
+        server.allow_updates_in_flight(False)
+    (rollout,) = found
+    return rollout

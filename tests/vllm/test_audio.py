@@ -10,7 +10,7 @@ import torch
 
 from lrlhf.media import MediaProcessor
 from lrlhf.models import load_processor, sequence_logprobs
-from lrlhf.rollout import Sampling, VLLMEngine
+from lrlhf.rollout import Sampling, VLLMEngine, VLLMServerEngine
 from tests.hearing import build_hearing, row, save_hearing, tone
 from tests.vllm.models import disturb
 from tests.vlms import Row, Vlm, prompts_of
@@ -19,15 +19,17 @@ WINDOW = 30
 """Seconds that the model hears: vLLM takes none with another window."""
 
 
-@pytest.fixture(scope="module")
-def heard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[VLLMEngine, Vlm]]:
+@pytest.fixture(scope="module", params=[VLLMEngine, VLLMServerEngine])
+def heard(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[VLLMEngine | VLLMServerEngine, Vlm]]:
     folder: Path = tmp_path_factory.mktemp("hearing")
     save_hearing(folder, WINDOW)
     hearing = build_hearing(WINDOW)
     processor = load_processor(str(folder))
     assert processor is not None
     hearing = hearing._replace(processor=MediaProcessor.of(processor, hearing.model.config))
-    engine = VLLMEngine(max_model_len=512, kv_cache_gib=0.1)
+    engine = request.param(max_model_len=512, kv_cache_gib=0.1)
     engine.attach(hearing.model, hearing.tokenizer, hearing.processor)
     engine.push(0)
     yield engine, hearing
@@ -49,7 +51,7 @@ def asked(hearing: Vlm, sounds: Sequence[Any] = ()) -> Row:
 
 
 def test_log_probabilities_with_sounds_agree_after_every_push(
-    heard: tuple[VLLMEngine, Vlm],
+    heard: tuple[VLLMEngine | VLLMServerEngine, Vlm],
 ) -> None:
     engine, hearing = heard
     prompts = prompts_of(

@@ -1,5 +1,6 @@
 """vLLM shown the policy's images: what it samples has the policy's own probabilities."""
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,21 +15,33 @@ from lrlhf.models import load_processor, ruled_out_ids, sequence_logprobs
 from lrlhf.rollout import Sampling, VLLMEngine, VLLMServerEngine
 from lrlhf.rollout.vllm.vllm_base import EngineStartError
 from lrlhf.types import PromptBatch, Rollout
-from tests.vllm.models import disturb
+from tests.vllm.models import disturb, generated_across_a_push
 from tests.vlms import Row, Vlm, build_vlm, prompts_of, row, save_vlm
 
-FAMILIES = ("qwen2_vl", "qwen3_vl", "idefics3")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3")
+
+
+ENGINES: dict[str, type[VLLMEngine | VLLMServerEngine]] = {
+    "inside": VLLMEngine,
+    "server": VLLMServerEngine,
+}
 
 
 @pytest.fixture(
     scope="module",
-    params=[FAMILIES[0], *(pytest.param(f, marks=pytest.mark.exhaustive) for f in FAMILIES[1:])],
+    params=[
+        pytest.param((family, engine), marks=[pytest.mark.exhaustive] if number else [])
+        for engine in ENGINES
+        for number, family in enumerate(FAMILIES)
+    ],
+    ids="-".join,
 )
 def shown(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[VLLMEngine, Vlm]]:
-    vlm = as_loaded(request.param, tmp_path_factory.mktemp("vlm"))
-    engine = VLLMEngine(max_model_len=512, kv_cache_gib=0.1)
+) -> Iterator[tuple[VLLMEngine | VLLMServerEngine, Vlm]]:
+    family, kind = request.param
+    vlm = as_loaded(family, tmp_path_factory.mktemp("vlm"))
+    engine = ENGINES[kind](max_model_len=512, kv_cache_gib=0.1)
     engine.attach(vlm.model, vlm.tokenizer, vlm.processor)
     engine.push(0)
     yield engine, vlm
@@ -57,7 +70,8 @@ def asked(vlm: Vlm, images: Sequence[int] = (), videos: Sequence[int] = ()) -> R
 
 
 def mixed_prompts(vlm: Vlm) -> PromptBatch:
-    return prompts_of([asked(vlm), asked(vlm, [0]), asked(vlm, [1, 2, 3])])
+    """One without an image, two that differ in their images alone, and one with several."""
+    return prompts_of([asked(vlm), asked(vlm, [0]), asked(vlm, [1]), asked(vlm, [1, 2, 3])])
 
 
 @torch.no_grad()
@@ -67,7 +81,7 @@ def gap(vlm: Vlm, rollout: Rollout, temperature: float) -> float:
 
 
 def test_log_probabilities_with_images_agree_after_every_push(
-    shown: tuple[VLLMEngine, Vlm],
+    shown: tuple[VLLMEngine | VLLMServerEngine, Vlm],
 ) -> None:
     engine, vlm = shown
     prompts = mixed_prompts(vlm)
@@ -75,7 +89,7 @@ def test_log_probabilities_with_images_agree_after_every_push(
     for version in range(1, 3):
         disturb(vlm.model, seed=version, scale=0.02)
         engine.push(version)
-        rollout = engine.generate(prompts, sampling, num_generations=3, seeds=list(range(9)))
+        rollout = engine.generate(prompts, sampling, num_generations=3, seeds=range(12))
         assert gap(vlm, rollout, 0.8) < 1e-4
     assert rollout.media is not None
     assert prompts.media is not None
@@ -84,7 +98,7 @@ def test_log_probabilities_with_images_agree_after_every_push(
 
 
 def test_the_probe_sees_encoders_weights_that_did_not_arrive(
-    shown: tuple[VLLMEngine, Vlm],
+    shown: tuple[VLLMEngine | VLLMServerEngine, Vlm],
 ) -> None:
     engine, vlm = shown
     engine.push(10)
@@ -96,15 +110,34 @@ def test_the_probe_sees_encoders_weights_that_did_not_arrive(
     assert engine.probe().max < 1e-4
 
 
-def test_no_placeholder_is_ever_drawn(shown: tuple[VLLMEngine, Vlm]) -> None:
+def test_responses_about_images_go_on_with_new_weights(
+    shown: tuple[VLLMEngine | VLLMServerEngine, Vlm],
+) -> None:
+    """Features of the old weights' encoder would be as wrong as their keys and values."""
+    engine, vlm = shown
+    if not isinstance(engine, VLLMServerEngine):
+        pytest.skip("it generates while nothing else computes")
+    old = copy.deepcopy(vlm.model)
+    rollout = generated_across_a_push(engine, mixed_prompts(vlm), versions=(30, 31), copies=24)
+    assert rollout.token_versions is not None
+    for model, version in ((old, 30), (vlm.model, 31)):
+        own = sequence_logprobs(model, rollout).detach()
+        mine = rollout.response_mask & (rollout.token_versions == version)
+        gaps = (own - rollout.sampling_logprobs).abs()
+        assert int(mine.sum()) > 100
+        assert float(gaps[mine].max()) < 1e-4
+        assert float(gaps[rollout.response_mask & ~mine].max()) > 1e-2
+
+
+def test_no_placeholder_is_ever_drawn(shown: tuple[VLLMEngine | VLLMServerEngine, Vlm]) -> None:
     engine, vlm = shown
     ruled_out = torch.tensor(ruled_out_ids(vlm.model.config))
     # hot enough for all tokens to be about equally likely, as they are for a random model
     rollout = engine.generate(
         mixed_prompts(vlm),
         Sampling(max_new_tokens=32, temperature=2.0),
-        num_generations=16,
-        seeds=list(range(48)),
+        num_generations=12,
+        seeds=range(48),
     )
     drawn = rollout.input_ids[rollout.response_mask]
     assert len(drawn) > 500
@@ -112,18 +145,9 @@ def test_no_placeholder_is_ever_drawn(shown: tuple[VLLMEngine, Vlm]) -> None:
     assert gap(vlm, rollout, 2.0) < 1e-4
 
 
-def test_a_server_refuses_images() -> None:
-    vlm = build_vlm("qwen2_vl")
-    engine = VLLMServerEngine(max_model_len=512)
-    engine.attach(vlm.model, vlm.tokenizer, vlm.processor)
-    engine._version = 0
-    engine._described = {"max_model_len": 512}
-    prompts = prompts_of([asked(vlm, [0])])
-    with pytest.raises(ValueError, match=r"takes no images"):
-        engine.generate(prompts, Sampling(max_new_tokens=4), num_generations=1, seeds=[0])
-
-
-def test_videos_are_refused_unless_a_mismatch_is_accepted(shown: tuple[VLLMEngine, Vlm]) -> None:
+def test_videos_are_refused_unless_a_mismatch_is_accepted(
+    shown: tuple[VLLMEngine | VLLMServerEngine, Vlm],
+) -> None:
     engine, vlm = shown
     if vlm.model.config.model_type == "idefics3":
         pytest.skip("it takes no videos")
@@ -131,6 +155,8 @@ def test_videos_are_refused_unless_a_mismatch_is_accepted(shown: tuple[VLLMEngin
     prompts = prompts_of([asked(vlm, videos=[0])])
     with pytest.raises(ValueError, match=r"inexact_video"):
         engine.generate(prompts, Sampling(max_new_tokens=4), num_generations=1, seeds=[0])
+    if isinstance(engine, VLLMServerEngine):
+        return
     engine.inexact_video = True
     rollout = engine.generate(prompts, Sampling(max_new_tokens=4), num_generations=1, seeds=[0])
     engine.inexact_video = False
@@ -157,7 +183,7 @@ def test_an_adapter_of_the_decoder_is_pushed_alone_and_one_of_the_encoder_merged
         disturb(adapter, seed=version, scale=0.02)
         engine.push(version)
         rollout = engine.generate(
-            mixed_prompts(vlm), Sampling(max_new_tokens=8), num_generations=3, seeds=list(range(9))
+            mixed_prompts(vlm), Sampling(max_new_tokens=8), num_generations=3, seeds=range(12)
         )
         assert gap(vlm, rollout, 1.0) < 1e-4
         assert engine.probe().mean < 1e-4

@@ -3,10 +3,8 @@
 import asyncio
 import copy
 import signal
-import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import httpx
@@ -18,11 +16,11 @@ from transformers import PreTrainedTokenizerBase
 from lrlhf.rollout import Sampling, VLLMServerEngine
 from lrlhf.types import Rollout
 from tests.vllm.models import (
-    GENERATED,
     LONG,
     client_of,
     counted,
     disturb,
+    generated_across_a_push,
     largest_gap,
     logprobs_by_whole_logits,
     new_server,
@@ -161,34 +159,10 @@ def test_responses_go_on_with_new_weights_and_say_which_sampled_a_token(
     server: VLLMServerEngine, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     policy, old = server._policy, copy.deepcopy(server._policy)
-    server.push(3)
-    server.allow_updates_in_flight(True)
-    try:
-        found: list[Rollout] = []
-        prompts = prompts_of("short", "a prompt", tokenizer=tokenizer)
-        # of some the end comes early: what keeps it from that would change the distribution
-        sampling = Sampling(max_new_tokens=100)
-
-        def generate() -> None:
-            rollout = server.generate(prompts, sampling, num_generations=64, seeds=range(128))
-            found.append(rollout)
-
-        tokens = partial(counted, server, 0, GENERATED)
-        client, before = client_of(server), tokens()
-        thread = threading.Thread(target=generate)
-        disturb(policy, seed=5)
-        client.post("/pause?mode=keep&clear_cache=false")
-        thread.start()
-        time.sleep(1.0)  # until all wait there
-        while tokens() < before + 128:  # so many at once that none gets through
-            client.post("/resume")
-            time.sleep(0.01)
-            client.post("/pause?mode=keep&clear_cache=false")
-        server.push(4)
-        thread.join()
-    finally:
-        server.allow_updates_in_flight(False)
-    (rollout,) = found
+    # of some the end comes early: what keeps it from that would change the distribution
+    rollout = generated_across_a_push(
+        server, prompts_of("short", "a prompt", tokenizer=tokenizer), versions=(3, 4), copies=64
+    )
     assert rollout.token_versions is not None
     assert rollout.weight_version is not None
     found_in = [

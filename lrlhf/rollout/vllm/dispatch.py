@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -55,6 +55,36 @@ class _GenerateResponse(msgspec.Struct):
 
     choices: list[_Choice]
     prompt_token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRequest:
+    """A request for one response to a prompt of token ids.
+
+    Args:
+        prompt_ids: The prompt as the policy reads it, which the server must return.
+        sampling_params: Fields of vLLM's SamplingParams.
+        short_ids: The prompt with one placeholder token for each of the ``parts``.
+        parts: Images and audio, see `lrlhf.rollout.vllm.media.content_parts`.
+        route: What caches know the prompt by: ``short_ids``, with a picture in the place of its
+            placeholder.
+    """
+
+    prompt_ids: Sequence[int]
+    sampling_params: dict[str, Any]
+    short_ids: Sequence[int]
+    route: tuple[Hashable, ...]
+    parts: Sequence[dict[str, str]] = ()
+
+    def body(self, model: str) -> dict[str, Any]:
+        """Return the JSON of the request to a server with a model of this name."""
+        return {
+            "model": model,
+            "token_ids": self.short_ids,
+            "return_token_ids": True,
+            "sampling_params": self.sampling_params,
+            **({"content_parts": self.parts} if self.parts else {}),
+        }
 
 
 _DECODER = msgspec.json.Decoder(_GenerateResponse)
@@ -137,7 +167,7 @@ class Router:
         self._lock = threading.Lock()
 
     def place(
-        self, prompt: Sequence[int], most: Sequence[int], *, among: Collection[int]
+        self, prompt: Sequence[Hashable], most: Sequence[int], *, among: Collection[int]
     ) -> list[Placement]:
         """Choose a replica for requests with one prompt, of at most ``most`` new tokens each.
 
@@ -157,7 +187,7 @@ class Router:
             self._cached[chosen].update(blocks)
         return [Placement(chosen, each) for each in tokens]
 
-    def finished(self, placement: Placement, sequence: Sequence[int] = ()) -> None:
+    def finished(self, placement: Placement, sequence: Sequence[Hashable] = ()) -> None:
         """Remove a request from the load; ``sequence``, prompt and response, is cached now."""
         blocks = list(_blocks(sequence))
         with self._lock:
@@ -179,7 +209,7 @@ class Router:
         return len(blocks) * BLOCK
 
 
-def _blocks(tokens: Sequence[int]) -> Iterator[int]:
+def _blocks(tokens: Sequence[Hashable]) -> Iterator[int]:
     """Yield the hash of every complete block with all blocks before it."""
     chain = 0
     for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
@@ -287,15 +317,15 @@ class Targets:
 
 
 def respond(
-    bodies: Sequence[dict[str, Any]], targets: Targets, *, concurrency: int, stall: float
+    requests: Sequence[TokenRequest], targets: Targets, *, concurrency: int, stall: float
 ) -> list[Response]:
-    """Return one response per body, in order.
+    """Return one response per request, in order.
 
     Requests with one prompt stay together, see `Router`. Unfinished requests of a replica that
     fails, aborts a response or hangs are repeated by others.
 
     Args:
-        bodies: Requests, without the model's name.
+        requests: The requests.
         targets: The servers.
         concurrency: Open requests of a replica, of all calls; those of one prompt may exceed it.
         stall: Seconds without a response to any call after which a replica counts as hung.
@@ -304,7 +334,7 @@ def respond(
         EngineFailure: No replica is left.
         ValueError: A replica refuses a request.
     """
-    call = _RequestBatch(bodies, targets, concurrency, stall)
+    call = _RequestBatch(requests, targets, concurrency, stall)
     return in_background(lambda: asyncio.run(call.run()), name="vllm-requests").result()
 
 
@@ -313,16 +343,16 @@ class _RequestBatch:
 
     def __init__(
         self,
-        bodies: Sequence[dict[str, Any]],
+        requests: Sequence[TokenRequest],
         targets: Targets,
         concurrency: int,
         stall: float,
     ) -> None:
-        self._bodies = bodies
+        self._requests = requests
         self._targets = targets
         self._most = concurrency
         self._stall = stall
-        self._waiting = deque(self._by_prompt(range(len(bodies))))
+        self._waiting = deque(self._by_prompt(range(len(requests))))
         self._running: dict[asyncio.Task[Response], tuple[int, Placement]] = {}
         self._remaining = set(targets.clients)
         """Replicas that have not failed in this call."""
@@ -361,7 +391,7 @@ class _RequestBatch:
                 self._traffic.placed(self._number)
                 for task in list(self._running):
                     await self._cancel(task)
-        return [self._responses[index] for index in range(len(self._bodies))]
+        return [self._responses[index] for index in range(len(self._requests))]
 
     def _wake(self) -> None:
         if not self._woken.done():
@@ -381,20 +411,20 @@ class _RequestBatch:
             if not free:
                 return
             group = self._waiting.popleft()
-            most = [self._bodies[index]["sampling_params"]["max_tokens"] for index in group]
-            prompt = self._bodies[group[0]]["token_ids"]
+            most = [self._requests[index].sampling_params["max_tokens"] for index in group]
+            prompt = self._requests[group[0]].route
             placed = self._targets.router.place(prompt, most, among=free)
             chosen = placed[0].replica
             self._traffic.opened(clients[chosen], len(group))
             for index, placement in zip(group, placed, strict=True):
-                task = asyncio.create_task(self._generate(self._bodies[index], chosen))
+                task = asyncio.create_task(self._generate(self._requests[index], chosen))
                 self._running[task] = index, placement
         self._traffic.placed(self._number)
 
-    async def _generate(self, body: dict[str, Any], number: int) -> Response:
-        body = {**body, "model": self._targets.models[number]}
+    async def _generate(self, request: TokenRequest, number: int) -> Response:
+        body = request.body(self._targets.models[number])
         content = await self._targets.clients[number].generate(self._sessions[number], body)
-        return decode_response(content, body["token_ids"], self._targets.versions)
+        return decode_response(content, request.prompt_ids, self._targets.versions)
 
     async def _finish(self, task: asyncio.Task[Response]) -> None:
         """Store the response of a task, or drop its replica."""
@@ -409,7 +439,7 @@ class _RequestBatch:
         del self._running[task]
         self._traffic.closed(self._targets.clients[placement.replica], answered=True)
         self._responses[index] = response
-        sequence = [*self._bodies[index]["token_ids"], *response.token_ids.tolist()]
+        sequence = [*self._requests[index].route, *response.token_ids.tolist()]
         self._targets.router.finished(placement, sequence)
 
     async def _drop_hung(self) -> None:
@@ -434,9 +464,9 @@ class _RequestBatch:
         self._waiting.extendleft(reversed(self._by_prompt(unfinished)))
 
     def _by_prompt(self, indices: Iterable[int]) -> list[list[int]]:
-        groups: dict[tuple[int, ...], list[int]] = {}
+        groups: dict[tuple[Hashable, ...], list[int]] = {}
         for index in indices:
-            groups.setdefault(tuple(self._bodies[index]["token_ids"]), []).append(index)
+            groups.setdefault(self._requests[index].route, []).append(index)
         return list(groups.values())
 
     async def _cancel(self, task: asyncio.Task[Response]) -> None:

@@ -19,6 +19,7 @@ from lrlhf.rollout.engines.engine import Capabilities
 from lrlhf.rollout.engines.synced_engine import EngineFailure, Request
 from lrlhf.rollout.responses import Response
 from lrlhf.rollout.sampling import Sampling
+from lrlhf.rollout.vllm.media import media_argument
 from lrlhf.rollout.vllm.rank_group import RankGroup, check_group_size
 from lrlhf.rollout.vllm.vllm_base import (
     RANK_WORKER,
@@ -26,10 +27,9 @@ from lrlhf.rollout.vllm.vllm_base import (
     check_positive,
     import_vllm,
     is_cpu,
-    media_argument,
     read_response,
+    response_arguments,
     sampling_arguments,
-    token_requests,
 )
 from lrlhf.vllm_worker.fingerprint import Fingerprinted
 
@@ -277,8 +277,7 @@ class VLLMEngine(VLLMBase):
         if sampling.structured is not None:
             structured = vllm.sampling_params.StructuredOutputsParams(**sampling.structured)
             shared["structured_outputs"] = structured
-        bodies = token_requests(requests, shared)
-        return [vllm.SamplingParams(**body["sampling_params"]) for body in bodies]
+        return [vllm.SamplingParams(**response_arguments(each, shared)) for each in requests]
 
     @contextlib.contextmanager
     def _failing(self, what: str, *, together: bool = False) -> Iterator[None]:

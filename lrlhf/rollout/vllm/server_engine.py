@@ -7,7 +7,7 @@ import resource
 import secrets
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -18,12 +18,14 @@ import torch
 from torch import distributed
 
 from lrlhf.background import in_background
+from lrlhf.models import placeholder_ids
 from lrlhf.rollout.engines.engine import Capabilities, gather_ranks
 from lrlhf.rollout.engines.synced_engine import EngineFailure, Request
 from lrlhf.rollout.responses import Response
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.rollout.vllm.client import Address, ServerClient, ServerResponseError
-from lrlhf.rollout.vllm.dispatch import Router, Targets, Traffic, respond
+from lrlhf.rollout.vllm.dispatch import Router, Targets, TokenRequest, Traffic, respond
+from lrlhf.rollout.vllm.media import content_parts
 from lrlhf.rollout.vllm.servers import (
     ExternalServer,
     Fleet,
@@ -41,8 +43,8 @@ from lrlhf.rollout.vllm.vllm_base import (
     command_line,
     import_transfer,
     is_cpu,
+    response_arguments,
     sampling_arguments,
-    token_requests,
 )
 from lrlhf.threads import spin_not_at_all
 from lrlhf.vllm_worker.extension import LORA_UPDATES
@@ -217,12 +219,11 @@ class VLLMServerEngine(VLLMBase):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Concurrent; without media, as a server tokenises the text of prompts with media again."""
+        """Concurrent, with updates in flight unless vLLM adds an adapter."""
         return Capabilities(
             holds_copy=True,
             concurrent=True,
             reports_kept_mass=False,
-            media=False,
             # an adapter is loaded under a new name, and open requests have the old one
             updates_in_flight=self._adapter is None,
             structured=True,
@@ -572,8 +573,37 @@ class VLLMServerEngine(VLLMBase):
             raise EngineFailure("no vLLM server has the policy's weights")
         if self._in_flight:
             targets = replace(targets, versions=self._version_names)
-        bodies = token_requests(requests, shared)
-        return respond(bodies, targets, concurrency=self.max_num_seqs, stall=self.stall_timeout)
+        return respond(
+            self._token_requests(requests, shared),
+            targets,
+            concurrency=self.max_num_seqs,
+            stall=self.stall_timeout,
+        )
+
+    def _token_requests(
+        self, requests: Sequence[Request], shared: dict[str, Any]
+    ) -> list[TokenRequest]:
+        """Return what servers are sent; images that prompts share are encoded once."""
+        placeholders = placeholder_ids(self._weights.model.config)
+        encoded: dict[tuple[int, ...], list[dict[str, str]]] = {}
+        token_requests = []
+        for request in requests:
+            route, parts = tuple[Hashable, ...](request.short_ids), list[dict[str, str]]()
+            if (media := request.media) is not None:
+                key = tuple(map(id, (*media.images, *media.audios)))
+                if key not in encoded:
+                    encoded[key] = content_parts(media)
+                parts = encoded[key]
+                urls = {
+                    token: iter([each["url"] for each in parts if each["type"] == f"{kind}_url"])
+                    for kind, token in placeholders.items()
+                }
+                route = tuple(next(urls.get(token, iter(())), token) for token in request.short_ids)
+            parameters = response_arguments(request, shared)
+            token_requests.append(
+                TokenRequest(request.prompt_ids, parameters, request.short_ids, route, parts)
+            )
+        return token_requests
 
     @property
     def _main_fleet(self) -> Fleet:

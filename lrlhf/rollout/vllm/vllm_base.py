@@ -28,7 +28,6 @@ from lrlhf.rollout.engines.policy_weights import LARGEST_RANK, AdapterWeights
 from lrlhf.rollout.engines.synced_engine import PROBE_RESPONSE, EngineFailure, Request, SyncedEngine
 from lrlhf.rollout.responses import Response
 from lrlhf.rollout.sampling import Sampling
-from lrlhf.types import Media
 from lrlhf.vllm_worker.extension import LORA_UPDATES
 
 logger = logging.getLogger(__name__)
@@ -407,45 +406,14 @@ def sampling_arguments(
     return arguments
 
 
-def token_requests(requests: Sequence[Request], shared: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the bodies of requests to a server, without the model's name."""
-    return [
-        {
-            "token_ids": request.prompt_ids,
-            "return_token_ids": True,
-            "sampling_params": {
-                **shared,
-                "seed": request.seed,
-                "max_tokens": request.max_tokens,
-                "min_tokens": min(shared["min_tokens"], request.max_tokens),
-            },
-        }
-        for request in requests
-    ]
-
-
-def media_argument(media: Media | None) -> dict[str, Any]:
-    """Return the media fields of a prompt, with the inputs of the policy's processor."""
-    if media is None:
-        return {}
-    videos = [
-        (
-            video.frames,
-            {
-                "total_num_frames": len(video.frames),
-                "fps": video.fps,
-                "duration": len(video.frames) / video.fps,
-                "frames_indices": list(range(len(video.frames))),
-                "video_backend": "lrlhf",
-                # they are sampled frames already
-                "do_sample_frames": False,
-            },
-        )
-        for video in media.videos
-    ]
-    audios = [(audio.samples, audio.sampling_rate) for audio in media.audios]
-    data = {"image": list(media.images), "video": videos, "audio": audios}
-    return {"multi_modal_data": {kind: items for kind, items in data.items() if items}}
+def response_arguments(request: Request, shared: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of vLLM's SamplingParams of one response."""
+    return {
+        **shared,
+        "seed": request.seed,
+        "max_tokens": request.max_tokens,
+        "min_tokens": min(shared["min_tokens"], request.max_tokens),
+    }
 
 
 def command_line(arguments: dict[str, Any]) -> list[str]:
