@@ -233,7 +233,7 @@ class SyncedEngine(RolloutEngine):
         if not self.capabilities.media and any(entry is not None for entry in media):
             raise ValueError(
                 f"{type(self).__name__} takes no images, videos or audio: take "
-                "lrlhf.rollout.VLLMEngine, or TransformersEngine"
+                "lrlhf.rollout.TransformersEngine"
             )
         limits = [sampling.max_new_tokens] * len(prompts)
         if prompts.room is not None:
