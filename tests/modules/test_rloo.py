@@ -349,5 +349,5 @@ def test_two_rollouts_before_one_update_are_one_batch_of_their_prompts(build, tr
     for together in (change(PROMPTS), change(PROMPTS, offload=True, micro_batch_tokens=40)):
         for name, value in together.items():
             expected = (first[name] + second[name]) / 2
-            torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-7, msg=name)
+            torch.testing.assert_close(value, expected, rtol=1e-4, atol=2e-6, msg=name)
     assert any((first[name] - second[name]).abs().max() > 1e-4 for name in first)
