@@ -64,10 +64,14 @@ def main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*holds checkpoints of an earlier run")
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 def test_a_plain_command_line_trains_twice_in_a_folder(
-    config: Path, monkeypatch: pytest.MonkeyPatch
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for _ in range(2):
         main(monkeypatch, "--config", str(config))
+        # its config names no classes: what `lrlhf fit` would refuse is not advised
+        next_steps = capsys.readouterr().out.partition("next:")[2]
+        assert "lrlhf inspect run" in next_steps
+        assert "config.yaml" not in next_steps
         with Path("run/metrics.csv").open() as handle:
             assert [row["step"] for row in csv.DictReader(handle)] == ["1", "2"]
     assert Path("run/export/final/model.safetensors").is_file()

@@ -162,12 +162,14 @@ def short_path(path: Path) -> str:
 def _commands(trainer: L.Trainer, folders: Mapping[str, Path]) -> dict[str, str]:
     """What one may type next, as far as the files for it are there."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    saved = (callback for callback in callbacks if isinstance(callback, SaveConfigCallback))
+    saved = [callback for callback in callbacks if isinstance(callback, SaveConfigCallback)]
     configs = [run_folder(trainer) / callback.config_filename for callback in saved]
     commands: dict[str, str] = {}
     if configs and configs[0].is_file():
         commands["look at it"] = f"lrlhf inspect {shlex.quote(short_path(configs[0].parent))}"
-    if _RESUMED in folders and configs and configs[0].is_file():
+    # of a plain LightningCLI the config names no classes, and no command of ours could read it
+    readable = any("class_path" in (callback.config.get("model") or ()) for callback in saved)
+    if readable and _RESUMED in folders and configs[0].is_file():
         config = shlex.quote(short_path(configs[0]))
         last = shlex.quote(short_path(folders[_RESUMED]))
         if more := _twice_as_long(trainer):

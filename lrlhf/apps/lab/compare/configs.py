@@ -27,7 +27,7 @@ class ConfigDiff(NamedTuple):
 
     changes: list[Change]
     apart: list[str]
-    """Seeds and folders that differ, which say nothing of the recipes."""
+    """Seeds, folders and loggers that differ, which say nothing of the recipes."""
     within: list[str]
     """Options that differ between the runs of one side, which are to differ in seeds only."""
     missing: list[str]
@@ -95,7 +95,8 @@ def _differing(configs: Sequence[Mapping[str, str]]) -> list[str]:
 
 def _is_apart(name: str) -> bool:
     last = name.rpartition(".")[2]
-    return name in _SEEDS or last in _PLACES or name == "model.init_args.seed"
+    known = name in _SEEDS or last in _PLACES or name == "model.init_args.seed"
+    return known or name.startswith("trainer.logger")
 
 
 def _once(names: Sequence[str]) -> list[str]:

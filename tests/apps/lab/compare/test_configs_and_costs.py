@@ -23,19 +23,24 @@ def run(name: str, seed: int, **options: Any) -> Path:
     config = {
         "seed_everything": seed,
         "model": {"class_path": "RLOO", "init_args": {"lr": 1e-5, **options}},
-        "trainer": {"default_root_dir": name, "callbacks": [{"class_path": "EMA"}]},
+        "trainer": {
+            "default_root_dir": name,
+            "logger": [{"class_path": "CSVLogger"}, {"init_args": {"project": name}}],
+            "callbacks": [{"class_path": "EMA"}],
+        },
     }
     return write_run(name, scored([0.0, 1.0]), config=config)
 
 
-def test_only_what_differs_is_shown_and_seeds_and_folders_apart() -> None:
+def test_only_what_differs_is_shown_and_seeds_folders_and_loggers_apart() -> None:
     report = compare_runs({"a": [run("a", 1)], "b": [run("b", 2, lr=2e-5, clip=0.1)]})
     (diff,) = report.configs
     assert diff.changes == [
         Change("model.init_args.lr", "1e-05", "2e-05"),
         Change("model.init_args.clip", "(not set)", "0.1"),
     ]
-    assert diff.apart == ["seed_everything", "trainer.default_root_dir"]
+    logger = "trainer.logger[1].init_args.project"
+    assert diff.apart == ["seed_everything", "trainer.default_root_dir", logger]
     assert (diff.within, diff.missing) == ([], [])
 
 
