@@ -31,7 +31,6 @@ class Capabilities:
             the first responses.
         reports_kept_mass: It returns the probability that top_p, top_k, min_p and min_new_tokens
             leave.
-        media: It accepts prompts with images or videos.
         updates_in_flight: It accepts new weights while it generates, continues with them, and
             returns the version of the weights of each token.
         structured: It supports structured output (`Sampling.structured`).
@@ -42,7 +41,6 @@ class Capabilities:
     concurrent: bool = False
     exact: bool = False
     reports_kept_mass: bool = True
-    media: bool = True
     updates_in_flight: bool = False
     structured: bool = False
     ranks_together: int = 1

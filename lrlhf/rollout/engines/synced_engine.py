@@ -230,11 +230,6 @@ class SyncedEngine(RolloutEngine):
         check_seeds(seeds, prompts, num_generations)
         contexts = [ids.tolist() for ids in prompt_token_ids(prompts)]
         media = prompts.media or (None,) * len(prompts)
-        if not self.capabilities.media and any(entry is not None for entry in media):
-            raise ValueError(
-                f"{type(self).__name__} takes no images, videos or audio: take "
-                "lrlhf.rollout.TransformersEngine"
-            )
         limits = [sampling.max_new_tokens] * len(prompts)
         if prompts.room is not None:
             limits = prompts.room.clamp(max=sampling.max_new_tokens).tolist()
