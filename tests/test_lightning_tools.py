@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from lightning.pytorch.callbacks import (
     DeviceStatsMonitor,
     EarlyStopping,
     EMAWeightAveraging,
+    LearningRateFinder,
     LearningRateMonitor,
     ModelCheckpoint,
     RichProgressBar,
@@ -28,8 +30,13 @@ from lightning.pytorch.tuner.tuning import Tuner
 from torch import Tensor
 
 from lrlhf import Trainer
-from lrlhf.datamodules import PreferenceDataModule, PromptDataModule, SupervisedDataModule
-from lrlhf.modules import RLOO, SFT, RewardModel
+from lrlhf.datamodules import (
+    PreferenceDataModule,
+    PromptDataModule,
+    StepwiseDataModule,
+    SupervisedDataModule,
+)
+from lrlhf.modules import DPO, RLOO, SFT, ProcessRewardModel, RewardModel
 
 Fit = Callable[..., "Run"]
 STEPS = {"max_steps": 2, "max_epochs": None}
@@ -255,34 +262,105 @@ def tuner(**options: Any) -> Tuner:
     return Tuner(Trainer(**settings, default_callbacks=False, max_epochs=20, **options))
 
 
-def test_a_reward_model_finds_a_learning_rate_and_forgets_the_search(model_folder: str) -> None:
-    _, data = build("reward", model_folder)
-    module = RewardModel(model_folder)
+LEARNERS = ["reward", "dpo", "sft", "process"]
+
+
+def learner(kind: str, model_folder: str, lr: float = RATE) -> tuple[Any, Any]:
+    """Eight rows in batches of two, for a module that trains one model on given rows."""
+    numbers, rate = range(8), {"lr": lr}
+    if kind == "dpo":
+        _, data = build("reward", model_folder)
+        return DPO(model_folder, optimizer=rate), data
+    if kind == "reward":
+        return RewardModel(model_folder, optimizer=rate), build(kind, model_folder)[1]
+    if kind == "sft":
+        rows: Any = [{"prompt": f"{n}", "completion": f"{n + 1}"} for n in numbers]
+        return SFT(model_folder, optimizer=rate), SupervisedDataModule(rows, batch_size=2)
+    steps = [{"prompt": f"{n}", "completions": ["a", "b"], "labels": [1, n % 2]} for n in numbers]
+    return ProcessRewardModel(model_folder, optimizer=rate), StepwiseDataModule(steps, batch_size=2)
+
+
+def rates_of(module: Any, data: Any, *callbacks: L.Callback) -> list[float]:
+    """The learning rate of each of 16 steps."""
+    kept = Rates()
+    settings: dict[str, Any] = {"accelerator": "cpu", "enable_progress_bar": False, "logger": False}
+    settings["enable_checkpointing"] = False
+    trainer = Trainer(
+        **settings, default_callbacks=False, max_epochs=4, callbacks=[kept, *callbacks]
+    )
+    trainer.fit(module, datamodule=data)
+    return kept.rates
+
+
+class Rates(L.Callback):
+    """Keeps the learning rate of each step."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("learns", LEARNERS)
+def test_a_learning_rate_is_found_and_acts(learns: str, model_folder: str) -> None:
+    module, data = learner(learns, model_folder)
     before = weights(module)
     search = tuner().lr_find(module, datamodule=data, min_lr=1e-6, max_lr=1e-2, num_training=40)
     assert search is not None
-    rates = search.results["lr"]
+    rates, losses = search.results["lr"], search.results["loss"]
     assert rates[0] == pytest.approx(1e-6)
-    assert 1e-6 < module.lr <= rates[-1] <= 1e-2
-    assert module.lr == search.suggestion()
+    assert len(losses) == 40
+    assert all(map(math.isfinite, losses))
+    found = search.suggestion()
+    assert 1e-6 < found <= rates[-1] <= 1e-2
+    assert module.lr == module.optimizer.lr == found
     torch.testing.assert_close(weights(module), before, rtol=0, atol=0)
+    assert max(rates_of(module, data)) == pytest.approx(found)
+    kept = module.hparams["optimizer"]["init_args"]["lr"]
+    assert kept == found  # a checkpoint is built again with it
 
 
-@pytest.mark.parametrize("kind", ["rloo", "sft"])
-def test_what_returns_no_loss_refuses_the_search(kind: str, model_folder: str) -> None:
-    if kind == "rloo":
-        module, data = build("rloo", model_folder)
-    else:
-        rows = [{"prompt": "a", "completion": "b"}]
-        module, data = SFT(model_folder), SupervisedDataModule(rows, batch_size=1)
-    with pytest.raises(ValueError, match=f"^{type(module).__name__} takes its optimizer steps"):
+@pytest.mark.parametrize("learns", LEARNERS)
+def test_a_rate_that_a_callback_finds_follows_the_schedule(learns: str, model_folder: str) -> None:
+    module, data = learner(learns, model_folder)
+    finder = LearningRateFinder(min_lr=1e-6, max_lr=1e-2, num_training_steps=40)
+    rates = rates_of(module, data, finder)[-16:]
+    straight = rates_of(*learner(learns, model_folder, lr=module.lr))
+    assert module.lr != RATE
+    assert rates == pytest.approx(straight)
+    assert len(set(rates)) > 1  # there is a warm-up
+
+
+@pytest.mark.filterwarnings("ignore:Total length of `list`")  # there is no validation data
+@pytest.mark.parametrize("learns", LEARNERS)
+@pytest.mark.parametrize("mode", ["power", "binsearch"])
+def test_a_batch_size_is_found_and_acts(learns: str, mode: str, model_folder: str) -> None:
+    module, data = learner(learns, model_folder)
+    before = weights(module)
+    size = tuner().scale_batch_size(
+        module, datamodule=data, mode=mode, init_val=1, steps_per_trial=1, max_trials=3, margin=0.0
+    )
+    assert size == data.batch_size == 4
+    torch.testing.assert_close(weights(module), before, rtol=0, atol=0)
+    assert len(rates_of(module, data)) == 4 * 2
+
+
+def test_a_run_keeps_its_batch_size(fit: Fit) -> None:
+    class Changes(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+            trainer.datamodule.batch_size = 1
+
+    with pytest.raises(ValueError, match=r"^a run keeps its batch_size"):
+        fit(Changes())
+
+
+def test_a_policy_refuses_both_searches(model_folder: str) -> None:
+    module, data = build("rloo", model_folder)
+    with pytest.raises(ValueError, match=r"^RLOO takes its optimizer steps itself"):
         tuner().lr_find(module, datamodule=data)
-
-
-def test_batch_sizes_are_not_searched_for(kind: str, model_folder: str) -> None:
-    module, data = build(kind, model_folder)
-    with pytest.raises(AttributeError, match=r"^batch_size is an option that .* build another"):
-        tuner().scale_batch_size(module, datamodule=data, max_trials=1)
+    with pytest.raises(ValueError, match=r"^a step of RLOO generates and scores"):
+        tuner().scale_batch_size(module, datamodule=data)
 
 
 def test_several_loggers_get_every_step(fit: Fit) -> None:

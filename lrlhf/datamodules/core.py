@@ -12,6 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import BatchSizeFinder
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.arguments import ShowsOptions
@@ -54,7 +55,7 @@ from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, BadRows, unuse
 from lrlhf.datamodules.rows.conservation import Conservation, Reached
 from lrlhf.models import is_split
 from lrlhf.models.chat_templates import TemplateConstants
-from lrlhf.run.lightning_internals import data_in_use
+from lrlhf.run.lightning_internals import data_in_use, has_callback
 
 DraftT = TypeVar("DraftT")
 RowT = TypeVar("RowT")
@@ -268,7 +269,7 @@ class RowDataModule(ShowsOptions, L.LightningDataModule, Generic[RowT, BatchT]):
         check_options(sets, row_options, type(self).__name__)
         self._validation: ValidationData[RowT] = ValidationData(sets, val_size, val_fraction, seed)
         self._batch_size = batch_size
-        self._val_batch_size = val_batch_size or batch_size
+        self._val_batch_size = val_batch_size
         self._max_bad_fraction = max_bad_fraction
         self._shuffle = shuffle
         self._seed = seed
@@ -276,16 +277,33 @@ class RowDataModule(ShowsOptions, L.LightningDataModule, Generic[RowT, BatchT]):
         self._pin_memory = pin_memory
         self._accept_changed = accept_changed_data
         if not self.val_names:
-            # to Lightning a hook that is not overridden means that there is nothing to validate on,
-            # while it warns of an empty loader
-            for hook in ("val_dataloader", "test_dataloader", "predict_dataloader"):
-                setattr(self, hook, getattr(super(), hook))
+            self._hide_validation()
         self._stage = ""
+        self._searched = False  # whether Lightning looks for a batch size
         self._kind: RowKind[Any, RowT, BatchT] | None = None
         self._splits: Splits[RowT] | None = None
         self._fetching: Fetching[RowT, BatchT] | None = None
         self._companion: Companion[BatchT] | None = None
         self._loader: TrainLoader[RowT, BatchT] | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """Rows per train batch and rank; what is set acts from the next loader on.
+
+        Raises:
+            ValueError: It is set below 1, or in a run, whose loader is built already.
+        """
+        return self._batch_size
+
+    @batch_size.setter
+    def batch_size(self, size: int) -> None:
+        if size < 1:
+            raise ValueError(f"batch_size={size}: give 1 or more")
+        if self.trainer is not None and self.trainer.training and not self._searched:
+            raise ValueError(
+                "a run keeps its batch_size: set it before fit, or between two of them"
+            )
+        self._batch_size, self._loader = size, None
 
     @property
     def train_components(self) -> list[Component]:
@@ -373,7 +391,18 @@ class RowDataModule(ShowsOptions, L.LightningDataModule, Generic[RowT, BatchT]):
         pin = torch.cuda.is_available() if self._pin_memory is None else self._pin_memory
         self._fetching = Fetching(kind.collate, self._num_workers, pin, kind.read)
         self._kind, self._stage, self._loader = kind, stage, None
+        self._searched = has_callback(self.trainer, BatchSizeFinder)
+        if not self.val_names:
+            self._hide_validation()
+            if self._searched:  # the search asks for a loader even where nothing is defined
+                del self.val_dataloader
         self._companion = kind.companion() if kind.companion and stage == "fit" else None
+
+    def _hide_validation(self) -> None:
+        # to Lightning a hook that is not overridden means that there is nothing to validate on,
+        # while it warns of an empty loader
+        for hook in ("val_dataloader", "test_dataloader", "predict_dataloader"):
+            setattr(self, hook, getattr(super(), hook))
 
     def _load_set(self, kind: RowKind[Any, RowT, BatchT], one: NamedSet) -> Split[RowT]:
         own = self._make_kind(self.trainer, **one.options) if one.options else kind
@@ -426,7 +455,7 @@ class RowDataModule(ShowsOptions, L.LightningDataModule, Generic[RowT, BatchT]):
         loaders = [
             EvalLoader(
                 split.values,
-                self._val_batch_size,
+                self._val_batch_size or self._batch_size,
                 fetching=replace(fetching, drop=True),
                 ranks=data_ranks(self.trainer),
             )

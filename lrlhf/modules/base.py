@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import lightning as L
 import torch
@@ -91,6 +91,9 @@ class TrainingModule(ShowsOptions, L.LightningModule):
     Example:
         A complete module is ``examples/orpo.py``.
     """
+
+    returns_loss: ClassVar[bool] = False
+    """Whether ``training_step`` returns the step's loss, which Lightning's ``Tuner`` goes by."""
 
     def __init__(self, *, guard: Guard = Guard(), seed: int | None = None) -> None:  # noqa: B008
         super().__init__()
@@ -235,7 +238,8 @@ class TrainingModule(ShowsOptions, L.LightningModule):
             read(self, "cpu")
         log_hyperparameters_once(self.trainer)
         if stage == "fit":
-            refuse_rate_finder(self.trainer, self)
+            if not (self.automatic_optimization or self.returns_loss):
+                refuse_rate_finder(self.trainer, self)
             for model in self.trainable_models().values():
                 refuse_pure_low_precision(self.trainer, model)
             if not self.automatic_optimization:

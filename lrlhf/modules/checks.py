@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import (
     DDPStrategy,
@@ -32,6 +32,7 @@ from lrlhf.run import (
     use_atomic_checkpoints,
     watch_over,
 )
+from lrlhf.run.lightning_internals import has_callback
 from lrlhf.run.log_rows import keep_log_rows
 
 
@@ -86,15 +87,28 @@ def refuse_rate_finder(trainer: L.Trainer, module: L.LightningModule) -> None:
     """Refuse Lightning's search for a learning rate where it would see no loss.
 
     Raises:
-        ValueError: The module takes its optimizer steps itself.
+        ValueError: The module takes its optimizer steps itself and returns no loss.
     """
-    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    finds = any(isinstance(callback, LearningRateFinder) for callback in callbacks)
-    if finds and not module.automatic_optimization:
+    if has_callback(trainer, LearningRateFinder):
         raise ValueError(
             f"{type(module).__name__} takes its optimizer steps itself and returns no loss, by "
             "which LearningRateFinder and Tuner.lr_find compare learning rates; set "
             "model.optimizer.lr and compare short runs"
+        )
+
+
+def refuse_batch_size_finder(trainer: L.Trainer, module: L.LightningModule) -> None:
+    """Refuse Lightning's search for a batch size where a step does more than train on a batch.
+
+    Raises:
+        ValueError: The search is configured.
+    """
+    if has_callback(trainer, BatchSizeFinder):
+        raise ValueError(
+            f"a step of {type(module).__name__} generates and scores before it trains, so "
+            "BatchSizeFinder and Tuner.scale_batch_size would try whole iterations; "
+            "model.update.micro_batch_tokens bounds the memory of an update whatever the batch "
+            "size, and lrlhf plan computes what fits"
         )
 
 

@@ -95,7 +95,7 @@ class DPO(PairModule):
 
     train_metric: ClassVar[str] = "rewards/accuracy"
     stage: ClassVar[str] = "preference"
-    lr: ClassVar[float] = 1e-6
+    default_lr: ClassVar[float] = 1e-6
     answers_only: ClassVar[bool] = True
     """Data modules refuse pairs of images, videos or audio, which no policy writes."""
 

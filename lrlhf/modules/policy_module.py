@@ -31,7 +31,7 @@ from lrlhf.models import (
     plain_model,
 )
 from lrlhf.modules.base import SteppedOptimizer, TrainingModule
-from lrlhf.modules.checks import refuse_idle_encoder, refuse_other_batch
+from lrlhf.modules.checks import refuse_batch_size_finder, refuse_idle_encoder, refuse_other_batch
 from lrlhf.modules.metrics.measurement import Measurement, logged_values
 from lrlhf.modules.metrics.rollout_metrics import explained_variance
 from lrlhf.modules.optimizers import OptimizerConfig
@@ -374,6 +374,7 @@ class PolicyModule(TrainingModule):
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
+        refuse_batch_size_finder(self.trainer, self)
         check_group_size(self.engine.capabilities.ranks_together, self.trainer.world_size)
         if stage == "fit":
             refuse_idle_encoder(self.trainer, plain_model(self.policy), self.processor)

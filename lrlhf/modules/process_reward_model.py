@@ -83,7 +83,7 @@ class ProcessRewardModel(RowModule[StepBatch]):
 
     eval_metric: ClassVar[str] = "eval/accuracy"
     stage: ClassVar[str] = "steps"
-    lr: ClassVar[float] = 1e-5
+    default_lr: ClassVar[float] = 1e-5
     output_name: ClassVar[str] = "the log-odds of steps"
 
     def __init__(  # noqa: PLR0913  the constructor is the config schema

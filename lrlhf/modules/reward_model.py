@@ -56,7 +56,7 @@ class RewardModel(PairModule):
 
     train_metric: ClassVar[str] = "reward_model/accuracy"
     stage: ClassVar[str] = "reward"
-    lr: ClassVar[float] = 1e-5
+    default_lr: ClassVar[float] = 1e-5
 
     def __init__(  # noqa: PLR0913  the constructor is the config schema
         self,

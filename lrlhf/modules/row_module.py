@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.datamodules.core import set_names
 from lrlhf.functional.masking import masked_sum
-from lrlhf.guard.anomalies import Guard, refuse_policy_limits
+from lrlhf.guard.anomalies import Guard
 from lrlhf.guard.dump import StepBundle
 from lrlhf.guard.dump_replay import ReplayedStep
 from lrlhf.media import MediaProcessor
-from lrlhf.modules.base import SteppedOptimizer, TrainingModule
+from lrlhf.modules.base import SteppedOptimizer
 from lrlhf.modules.metrics.metric_sums import MetricSums
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.modules.policy.iteration import Iteration
 from lrlhf.modules.policy.load_policy import LoadedPolicy
 from lrlhf.modules.policy.update import OptimizerStep, plan_micro_batches
+from lrlhf.modules.single_model import SingleModelModule
 from lrlhf.rollout import trim
 from lrlhf.run import Collectives
 from lrlhf.types import SequenceBatch, SupervisedBatch
-
-_WARMUP = 0.03
-"""Share of a run's steps, where the optimizer does not say."""
 
 RowsT = TypeVar("RowsT", bound=SequenceBatch)
 
@@ -47,7 +44,7 @@ class RowOutputs(NamedTuple):
     """Of a mixture of experts; None: there is none."""
 
 
-class RowModule(TrainingModule, Generic[RowsT]):
+class RowModule(SingleModelModule, Generic[RowsT]):
     """Trains a model whose loss is a mean over trained tokens of given rows.
 
     One training step is one optimizer step. Its loss is the mean over all trained tokens of its
@@ -66,8 +63,6 @@ class RowModule(TrainingModule, Generic[RowsT]):
     train_metric: ClassVar[str] = "train/loss"
     stage: ClassVar[str]
     """What dumps call the step."""
-    lr: ClassVar[float]
-    """Where the optimizer names none."""
     output_name: ClassVar[str]
     """What messages call the model's outputs."""
     tokenizer: PreTrainedTokenizerBase
@@ -83,18 +78,13 @@ class RowModule(TrainingModule, Generic[RowsT]):
         seed: int | None,
         router_loss_coef: float = 0.0,
     ) -> None:
-        super().__init__(guard=guard, seed=seed)
-        refuse_policy_limits(guard, type(self).__name__)
+        super().__init__(optimizer=optimizer, max_grad_norm=max_grad_norm, guard=guard, seed=seed)
         if isinstance(micro_batch_tokens, int) and micro_batch_tokens < 1:
             raise ValueError(f"micro_batch_tokens is {micro_batch_tokens}; it must be 1 or more")
-        if max_grad_norm <= 0:
-            raise ValueError(f"max_grad_norm is {max_grad_norm}; it must be above 0")
         if router_loss_coef < 0:
             raise ValueError(f"router_loss_coef is {router_loss_coef}; it must be 0 or more")
         self.micro_batch_tokens = micro_batch_tokens
         self.router_loss_coef = router_loss_coef
-        self.optimizer_config = optimizer
-        self.max_grad_norm = max_grad_norm
         self.stateful["token_budget"] = self.token_budget
         self._evaluated = MetricSums()
 
@@ -137,15 +127,6 @@ class RowModule(TrainingModule, Generic[RowsT]):
         """Write the model, adapters merged, and its tokenizer, as ``transformers`` loads them."""
         self._loaded.save(folder)
 
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        steps = self.trainer.estimated_stepping_batches
-        # a share of a run without an end is nothing
-        config = self.optimizer_config.filled(
-            lr=self.lr, warmup_steps=_WARMUP if math.isfinite(steps) else 0
-        )
-        built = config.build(self._model.named_parameters(), steps)
-        return [built.optimizer], [built.scheduler]
-
     @property
     def _model(self) -> nn.Module:
         (model,) = self.trainable_models().values()
@@ -153,7 +134,7 @@ class RowModule(TrainingModule, Generic[RowsT]):
 
     # ---- training
 
-    def training_step(self, batch: SupervisedBatch, batch_idx: int) -> None:
+    def training_step(self, batch: SupervisedBatch, batch_idx: int) -> Tensor | None:
         it = Iteration(self)
         it.metrics.add("train/lr", self.optimizer_of(0).param_groups[0]["lr"], 1.0)
         with it.phase("update"):
@@ -163,8 +144,10 @@ class RowModule(TrainingModule, Generic[RowsT]):
         it.measure_costs(float(batch.attention_mask.sum()))
         for name, count in self.step_guard.metrics().items():
             it.metrics.add(name, count, 1.0)
-        for name, value in self.derived(it.metrics.reduce(it.ranks, it.device)).items():
+        values = self.derived(it.metrics.reduce(it.ranks, it.device))
+        for name, value in values.items():
             self.log(name, value, prog_bar=name == self.train_metric, batch_size=len(batch))
+        return torch.tensor(values["train/loss"]) if "train/loss" in values else None
 
     def _take(self, part: RowsT, it: Iteration, places: tuple[str, ...] | None = None) -> None:
         """Take an optimizer step, unless there is nothing to learn from."""

@@ -67,7 +67,7 @@ class SFT(RowModule[SequenceBatch]):
 
     eval_metric: ClassVar[str] = "eval/mean_logprob"
     stage: ClassVar[str] = "supervised"
-    lr: ClassVar[float] = 2e-5
+    default_lr: ClassVar[float] = 2e-5
     output_name: ClassVar[str] = "the log-probabilities"
 
     def __init__(  # noqa: PLR0913  the constructor is the config schema

@@ -263,6 +263,12 @@ def log_hyperparameters_once(trainer: L.Trainer) -> None:
             logged.pop(name, None)
 
 
+def has_callback(trainer: L.Trainer | None, kind: type[L.Callback]) -> bool:
+    """Whether a trainer has a callback of this kind; during a search Lightning has none."""
+    callbacks: list[L.Callback] = getattr(trainer, "callbacks", [])
+    return any(isinstance(callback, kind) for callback in callbacks)
+
+
 def data_in_use(trainer: L.Trainer) -> Any:
     """Return what the loaders of the running stage come from: a data module, or loaders.
 

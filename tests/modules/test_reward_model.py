@@ -187,7 +187,7 @@ def test_the_mean_gradient_is_clipped_unless_the_trainer_does_it(build, collate,
 
 def test_a_run_begins_with_a_warmup_unless_told_otherwise(build) -> None:
     def rates(steps: float, **options: float) -> list[float]:
-        built = build(optimizer=OptimizerConfig(**options))._optimizer(steps)
+        built = build(optimizer=OptimizerConfig(**options)).built_optimizer(steps)
         factor, peak = built.scheduler.lr_lambdas[0], built.scheduler.base_lrs[0]
         return [factor(step) * peak for step in range(4)]
 

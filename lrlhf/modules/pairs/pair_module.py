@@ -9,7 +9,6 @@ from typing import Any, ClassVar, NamedTuple
 import lightning as L
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
@@ -17,9 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from lrlhf.datamodules.core import set_names
 from lrlhf.datamodules.preferences import PreferenceDataModule
 from lrlhf.guard import Anomaly, Guard, ReplayedStep, StepBundle
-from lrlhf.guard.anomalies import refuse_policy_limits
 from lrlhf.models.token_budget import GIB, PEAK_MEMORY, peak_memory
-from lrlhf.modules.base import TrainingModule
 from lrlhf.modules.checks import refuse_other_batch, uses_loss_scaler
 from lrlhf.modules.metrics.measurement import Measurement
 from lrlhf.modules.metrics.metric_sums import MetricSums
@@ -32,7 +29,7 @@ from lrlhf.modules.metrics.reward_metrics import (
     measurements_of,
     three_way_accuracy,
 )
-from lrlhf.modules.optimizers import OptimizerAndScheduler, OptimizerConfig
+from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.modules.pairs.pair_losses import PairObjective
 from lrlhf.modules.pairs.pair_step import (
     PairBatch,
@@ -43,12 +40,10 @@ from lrlhf.modules.pairs.pair_step import (
     score_records,
     step_records,
 )
+from lrlhf.modules.single_model import SingleModelModule
 from lrlhf.run import Collectives, gradients_of, seed_everything_for
 from lrlhf.run.lightning_internals import data_in_use, trainer_of
 from lrlhf.types import PreferenceBatch
-
-_WARMUP = 0.03
-"""Share of a run's steps, where the optimizer does not say."""
 
 
 class PairOutputs(NamedTuple):
@@ -61,7 +56,7 @@ class PairOutputs(NamedTuple):
     """`[B]` each, by the names that their means over an optimizer step are logged under."""
 
 
-class PairModule(TrainingModule):
+class PairModule(SingleModelModule):
     """Trains what gives scores to the candidates of pairs.
 
     The loss of an optimizer step is the mean over all of its pairs, of all micro-batches and
@@ -81,8 +76,6 @@ class PairModule(TrainingModule):
     eval_metric: ClassVar[str] = "eval/accuracy"
     stage: ClassVar[str]
     """What dumps call the step."""
-    lr: ClassVar[float]
-    """Where the optimizer names none."""
     tokenizer: PreTrainedTokenizerBase
 
     def __init__(
@@ -94,14 +87,9 @@ class PairModule(TrainingModule):
         guard: Guard,
         seed: int | None,
     ) -> None:
-        super().__init__(guard=guard, seed=seed)
+        super().__init__(optimizer=optimizer, max_grad_norm=max_grad_norm, guard=guard, seed=seed)
         self.automatic_optimization = True  # one loss, one optimizer: Lightning accumulates
         self.objective = objective
-        self.optimizer_config = optimizer
-        if max_grad_norm <= 0:
-            raise ValueError(f"max_grad_norm is {max_grad_norm}; it must be above 0")
-        self.max_grad_norm = max_grad_norm
-        refuse_policy_limits(guard, type(self).__name__)
         self._step = PairStep()
         self._values = MetricSums()
 
@@ -132,20 +120,6 @@ class PairModule(TrainingModule):
         return self.outputs_of(batch).scores
 
     # ---- training
-
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer, scheduler = self._optimizer(self.trainer.estimated_stepping_batches)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
-        }
-
-    def _optimizer(self, steps: float) -> OptimizerAndScheduler:
-        # a share of a run without an end is nothing
-        warmup = _WARMUP if math.isfinite(steps) else 0
-        config = self.optimizer_config.filled(lr=self.lr, warmup_steps=warmup)
-        (model,) = self.trainable_models().values()
-        return config.build(model.named_parameters(), steps)
 
     def on_fit_start(self) -> None:
         for model in self.trainable_models().values():
@@ -390,7 +364,7 @@ def _of_source(name: str) -> str:
 class _UnloggedPairs:
     """The pairs, of all ranks, that the next logged row is about."""
 
-    def __init__(self, module: TrainingModule, metrics: RewardMetrics) -> None:
+    def __init__(self, module: PairModule, metrics: RewardMetrics) -> None:
         self._module = module
         self._metrics = metrics
 
