@@ -52,7 +52,7 @@ def refused(capsys: Capture, *arguments: str) -> str:
 def test_the_first_sentence_is_the_answer(capsys: Capture) -> None:
     text = out(capsys, "runs/a_seed1", "runs/b_seed1")
     first = " ".join(text.split("\n\n")[0].split())
-    assert first.startswith("B is better than A by 37.5 points (95 % interval ")
+    assert first.startswith("B is better than A in score by 37.5 points (95 % interval ")
     assert first.endswith(
         "one seed each: this speaks of these two checkpoints, not of the recipes."
     )
@@ -125,7 +125,7 @@ def test_a_page_has_the_answer_and_the_prompts(capsys: Capture) -> None:
     write_run("runs/b_seed1", hostile)
     out(capsys, "runs/a_seed1", "runs/b_seed1", "--html", "page.html")
     page = Path("page.html").read_text()
-    assert "B is better than A by 37.5 points" in page
+    assert "B is better than A in score by 37.5 points" in page
     assert "question 10" in page
     assert "<img src=x" not in page
     assert "&lt;img src=x onerror" in page

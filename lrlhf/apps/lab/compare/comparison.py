@@ -75,6 +75,8 @@ class Matched(NamedTuple):
     """``row`` or ``text``."""
     unmatched: dict[str, int]
     """Prompts that a run has and another one has not, by run."""
+    missing: tuple[str, ...] = ()
+    """Metrics that a run has no value of."""
 
 
 def match(a: Side, b: Side, by: Match = "auto", sizes: Sequence[int] = ()) -> Matched:
@@ -146,7 +148,10 @@ def _matched(
     most = [max(max(most_samples(own).values()) for own in side) for side in sides]
     no_shares = _with_other_values([*sides[0], *sides[1]])
     binary = frozenset(n for n in both if is_share_of_answers(n) or n not in no_shares)
-    return Matched(prompts, _without_copies(both), (most[0], most[1]), binary, by, unmatched)
+    return Matched(
+        *(prompts, _without_copies(both), (most[0], most[1]), binary, by, unmatched),
+        missing=tuple(name for name in values if name not in both),
+    )
 
 
 def _with_other_values(runs: Sequence[Groups]) -> set[str]:
@@ -230,6 +235,11 @@ class Row(NamedTuple):
     adjusted_p: float
     """The p-value, corrected for the other tests of its family."""
 
+    @property
+    def name(self) -> str:
+        """The metric, and the subset if there is one."""
+        return " of ".join(filter(None, (self.metric, self.subset)))
+
 
 class Need(NamedTuple):
     """What it takes to see a difference with 80 % power."""
@@ -312,7 +322,8 @@ def compare_sides(
             columns_of[name, label] = chosen
     rows = {one: _row(*one, matched, chosen) for one, chosen in columns_of.items()}
     family = [row for row in rows.values() if row is not None]
-    empty = [" of ".join(filter(None, one)) for one, row in rows.items() if row is None]
+    without = [one for one, row in rows.items() if row is None]
+    empty = [*matched.missing, *(" of ".join(filter(None, one)) for one in without)]
     adjusted = holm([row.difference.p_value for row in family])
     family = [row._replace(adjusted_p=p) for row, p in zip(family, adjusted, strict=True)]
     others = [row for row in family if not row.subset]

@@ -56,7 +56,7 @@ def write_comparison(report: Report, path: Path, *, step: str = "last") -> Path:
 def _parts(comparison: RunComparison, letters: Letters) -> Iterator[Text | Table | Chart]:
     columns = ["metric", "prompts", *letters, "difference", "from", "to", "p"]
     rows = [
-        [row.subset or row.metric, row.prompts, *row.means, *_difference(row), row.adjusted_p]
+        [row.name, row.prompts, *row.means, *_difference(row), row.adjusted_p]
         for row in (comparison.main, *comparison.others, *comparison.subsets)
     ]
     yield Table(columns, rows, note=f"From, to: 95 % interval. {family_note(comparison)}")

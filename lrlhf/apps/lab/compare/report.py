@@ -223,9 +223,8 @@ def _metrics(comparison: RunComparison, letters: tuple[str, str]) -> Table:
     for name in ("prompts", *letters, "difference", "95 % interval", "p"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in (comparison.main, *comparison.others, *comparison.subsets):
-        name = row.subset or row.metric
         style = "bold" if row is comparison.main else ""
-        table.add_row(_text(name), f"{row.prompts:,}", *sentences.cells(row), style=style)
+        table.add_row(_text(row.name), f"{row.prompts:,}", *sentences.cells(row), style=style)
     table.caption = family_note(comparison)
     return table
 

@@ -41,7 +41,8 @@ def _verdict(row: Row, a: str, b: str) -> str:
         )
     if plain_name(row.metric) in _NEUTRAL:
         return f"{b} has {'more' if up else 'less'} {row.metric} than {a} by {size} ({sentence})"
-    return f"{b} is {'better' if up else 'worse'} than {a} by {size} ({sentence})"
+    how = "better" if up else "worse"
+    return f"{b} is {how} than {a} in {row.metric} by {size} ({sentence})"
 
 
 def _interval(row: Row) -> str:
@@ -70,6 +71,7 @@ def scope(comparison: RunComparison, a: str = "A", b: str = "B") -> str:
 
 def notes(comparison: RunComparison, a: str = "A", b: str = "B") -> Iterator[str]:
     """Say what one should know before one believes the figures."""
+    yield from _untrained(comparison, a, b)
     yield from _left_out(comparison)
     row, matched = comparison.main, comparison.matched
     if matched.by == "text":
@@ -95,6 +97,19 @@ def notes(comparison: RunComparison, a: str = "A", b: str = "B") -> Iterator[str
             "What such an evaluation could find is not known: that takes differences that vary, "
             f"and with one seed each at least {fewest_prompts()} prompts."
         )
+
+
+def _untrained(comparison: RunComparison, a: str, b: str) -> Iterator[str]:
+    for letter, side in ((a, comparison.a), (b, comparison.b)):
+        steps = [each.step for each in side.evaluations]
+        if not any(steps):
+            yield f"{letter} is untrained: its evaluation was before the first step (step 0)."
+        elif not all(steps):
+            untrained = steps.count(0)
+            yield (
+                f"{untrained} of the {len(steps)} runs of {letter} "
+                f"{'is' if untrained == 1 else 'are'} untrained (step 0)."
+            )
 
 
 def _left_out(comparison: RunComparison) -> Iterator[str]:

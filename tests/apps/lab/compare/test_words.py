@@ -38,7 +38,7 @@ HALF = [1.0] * 10 + [0.0] * 10
 
 def test_one_seed_each_speaks_of_two_checkpoints() -> None:
     found = answer(told([HALF], [ONES]))
-    assert found.startswith("B is better than A by 50.0 points (95 % interval ")
+    assert found.startswith("B is better than A in score by 50.0 points (95 % interval ")
     assert found.endswith(
         " on these 20 prompts; one seed each: this speaks of these two checkpoints, not of the "
         "recipes."
@@ -48,7 +48,7 @@ def test_one_seed_each_speaks_of_two_checkpoints() -> None:
 def test_the_interval_of_a_worse_side_has_the_signs_of_the_table() -> None:
     found = told([ONES], [HALF])
     worse = answer(found)
-    assert worse.startswith("B is worse than A by 50.0 points (B − A: 95 % interval −")
+    assert worse.startswith("B is worse than A in score by 50.0 points (B − A: 95 % interval −")
     shown = worse.split("interval ")[1].split(",")[0]
     assert shown == cells(found.main)[3]
     low, high = (float(end.replace("−", "-")) for end in shown.split(" to "))
@@ -101,7 +101,9 @@ def test_what_it_takes_is_said() -> None:
 
 def test_scores_that_are_no_shares_have_no_points() -> None:
     found = answer(told([[0.25 * i for i in range(20)]], [[0.25 * i + 1.5 for i in range(20)]]))
-    assert found.startswith("B is better than A by 1.5 (95 % interval 1.5 to 1.5, p < 0.001)")
+    assert found.startswith(
+        "B is better than A in score by 1.5 (95 % interval 1.5 to 1.5, p < 0.001)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -109,7 +111,7 @@ def test_scores_that_are_no_shares_have_no_points() -> None:
     [
         ("length", "B has more length than A by 5 ("),
         ("t0.7/length", "B has less t0.7/length than A by 3 ("),
-        ("rewards/length", "B is better than A by 1 ("),
+        ("rewards/length", "B is better than A in rewards/length by 1 ("),
     ],
 )
 def test_a_longer_response_is_neither_better_nor_worse(metric: str, expected: str) -> None:
@@ -135,5 +137,24 @@ def test_pass_at_k_is_told_in_points() -> None:
         sides[name] = [write_run(name, lines)]
     found = compare_runs(sides, metric="pass@2").comparisons[0]
     # A has a right one on 10 of 20 prompts, B on all
-    assert answer(found).startswith("B is better than A by 50.0 points (95 % interval ")
+    assert answer(found).startswith("B is better than A in pass@2 by 50.0 points (95 % interval ")
     assert any("averaged, or judged together" in note for note in notes(found))
+
+
+def test_an_untrained_side_is_called_so() -> None:
+    lines = [response(row, float(row % 2)) for row in range(20)]
+    folders = [write_run(name, lines, step=step) for name, step in (("a", 0), ("b", 0), ("c", 3))]
+    both = compare_runs({"a": folders[:1], "b": folders[2:]}).comparisons[0]
+    assert "A is untrained: its evaluation was before the first step (step 0)." in notes(both)
+    seeds = compare_runs({"a": folders[:1], "b": folders[1:]}).comparisons[0]
+    assert "1 of the 2 runs of B is untrained (step 0)." in notes(seeds)
+    assert not any("untrained" in note and "C" in note for note in notes(seeds))
+
+
+def test_a_metric_of_one_side_is_named() -> None:
+    lines = [response(row, float(row % 2), rewards={"math": 1.0}) for row in range(20)]
+    others = [response(row, float(row % 2), rewards={"style": 0.5}) for row in range(20)]
+    sides = {"a": [write_run("a", lines)], "b": [write_run("b", others)]}
+    found = list(notes(compare_runs(sides).comparisons[0]))
+    for name in ("rewards/math", "rewards/style"):
+        assert f"{name}: no prompt has a value in all runs." in found
