@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import lightning as L
 import pytest
@@ -24,9 +25,10 @@ from lightning.pytorch.callbacks import (
     TQDMProgressBar,
     WeightAveraging,
 )
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.profilers import AdvancedProfiler, SimpleProfiler
 from lightning.pytorch.tuner.tuning import Tuner
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
 from lrlhf import Trainer
@@ -370,6 +372,38 @@ def test_several_loggers_get_every_step(fit: Fit) -> None:
         steps = [int(row["step"]) for row in csv.DictReader(handle)]
     assert sorted(set(steps)) == [1, 2]
     assert len(list(Path("events").rglob("events.out.tfevents.*"))) == 1
+
+
+class _WandbRun:
+    """Keeps what is logged to W&B, by step."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, dict[str, float]] = {}
+
+    def define_metric(self, *_: Any, **__: Any) -> None: ...
+
+    def log(self, row: dict[str, float]) -> None:
+        self.rows.setdefault(int(row["trainer/global_step"]), {}).update(row)
+
+    def __getattr__(self, name: str) -> Any:
+        return MagicMock(name=name)
+
+
+def test_the_evaluation_before_training_is_step_0_in_every_logger(fit: Fit, kind: str) -> None:
+    wandb_run = _WandbRun()
+    events, rows = TensorBoardLogger("events"), CSVLogger("rows")
+    loggers = [rows, events, WandbLogger(experiment=wandb_run)]
+    # as `lrlhf fit` and the quickstart have it
+    fit(logger=loggers, num_sanity_val_steps=-1, val_check_interval=1, check_val_every_n_epoch=None)
+    name = "eval/accuracy" if kind == "reward" else "eval/score"
+    read = EventAccumulator(str(events.log_dir)).Reload()
+    seen = {scalar.step: scalar.value for scalar in read.Scalars(name)}
+    assert set(seen) == {0, 1, 2}
+    with (Path(rows.log_dir) / "metrics.csv").open() as handle:
+        table = {int(row["step"]): row[name] for row in csv.DictReader(handle) if row[name]}
+    for step, value in seen.items():
+        assert float(table[step]) == pytest.approx(value)
+        assert wandb_run.rows[step][name] == pytest.approx(value)
 
 
 def test_accumulation_and_clipping_are_lightnings_for_pairs_and_ours_for_policies(
