@@ -5,12 +5,15 @@ When transformers changes, this is the file to look at; `tests/test_layers.py` k
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from tokenizers import Tokenizer
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.generation import utils as generation
 from transformers.initialization import guard_torch_init_functions
 
 # ---------------------------------------------------------------- attention
@@ -28,6 +31,24 @@ def set_attention(config: Any, name: str) -> None:
 
 
 # ---------------------------------------------------------------- models
+
+CACHE_ARGUMENT: str = getattr(generation, "ALL_CACHE_NAMES", ["cache"])[0]
+"""What ``generate`` takes its cache as: ``past_key_values``, and in newer versions ``cache``."""
+
+
+@contextmanager
+def without_load_report() -> Iterator[None]:
+    """Keep transformers from printing which weights a model lacks or has not asked for."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
 
 
 def block_names(model: PreTrainedModel) -> set[str]:

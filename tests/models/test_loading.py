@@ -8,7 +8,15 @@ import torch
 from peft import PeftModel
 from torch import nn
 from torch.testing import assert_close
-from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModel,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerBase,
+)
 
 from lrlhf.models import CausalLM, LoRA, ScoreModel, check_mergeable, save_model, sequence_logprobs
 from lrlhf.models.loading.meta import skeleton
@@ -241,3 +249,15 @@ def test_a_saved_quantised_model_is_a_plain_one_with_about_the_same_logprobs(
     tolerance = {"4bit": 1e-3, "8bit": 0.1}[bits]
     expected = sequence_logprobs(model, batch)
     assert_close(sequence_logprobs(restored, batch), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_a_body_without_its_head_loads_without_a_remark(
+    model_folder: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    classifier = AutoModelForSequenceClassification.from_pretrained(model_folder, num_labels=1)
+    classifier.save_pretrained(tmp_path)
+    capfd.readouterr()
+    AutoModel.from_pretrained(tmp_path)
+    assert "score.weight" in capfd.readouterr().err  # what transformers says of it
+    ScoreModel(source=str(tmp_path)).load()
+    assert "score.weight" not in capfd.readouterr().err

@@ -56,6 +56,7 @@ from lrlhf.models.media_inputs import placeholder_ids, vision_encoder
 from lrlhf.models.modes import in_trial
 from lrlhf.models.packed.packed_attention import FUNCTIONS
 from lrlhf.models.scorers import blocks_of
+from lrlhf.models.transformers_internals import without_load_report
 from lrlhf.options.conversion import settings
 
 _LARGE = 3_000_000_000
@@ -338,9 +339,10 @@ def load_pretrained(
             output_loading_info=True,
             **spec.of_hub,
         )
-        built = build_deferred(load, location, config, exotic=_exotic(spec), of_hub=spec.of_hub)
         model: PreTrainedModel
-        model, report = built or load()
+        with without_load_report():  # what is missing is refused below, heads are others' matter
+            built = build_deferred(load, location, config, exotic=_exotic(spec), of_hub=spec.of_hub)
+            model, report = built or load()
     _check_complete(report, spec.source, type(model).__name__, new)
     _keep_4_bit_layout(model)
     if not spec.dropout:

@@ -43,7 +43,7 @@ from lrlhf.models import (
 from lrlhf.models.modes import ModelRefusalError, in_trial, refusals, trial
 from lrlhf.models.sharding import device_of, gathered, gathered_bytes, has_split_weights
 from lrlhf.models.token_budget import memory_of
-from lrlhf.models.transformers_internals import keeps_states
+from lrlhf.models.transformers_internals import CACHE_ARGUMENT, keeps_states
 from lrlhf.rollout.engines.engine import (
     Capabilities,
     RolloutEngine,
@@ -375,7 +375,7 @@ class TransformersEngine(RolloutEngine):
                 generation_config=config,
                 logits_processor=LogitsProcessorList([sampler]),
                 stopping_criteria=StoppingCriteriaList([stop]),
-                past_key_values=cache,
+                **{CACHE_ARGUMENT: cache},
             )
         responses = sampler.responses(sequences[:, width:], stop.ends)
         if prefixes is not None and cache is not None:
