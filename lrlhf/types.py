@@ -326,8 +326,8 @@ class Rollout(SequenceBatch):
     """The length limit came before an end-of-sequence token."""
     kept_mass: Float[Tensor, "B T"] | None = None
     """Probability that top_p, top_k and min_p left at each token; None: nothing was cut off. In
-    general the policy's probability of a token by that of the distribution it was drawn from, which
-    of a token drawn at ``Sampling.first_temperature`` may be above 1."""
+    general the policy's probability of a token divided by its probability in the distribution that
+    it was drawn from: above 1 for some tokens drawn at ``Sampling.first_temperature``."""
     weight_version: Int[Tensor, " B"] | None = None
     """Training iterations behind the oldest weights that sampled any of a response; None: the
     policy's own."""
@@ -399,7 +399,8 @@ class Experience(Rollout):
     (``reward/<name>``) and what it counts (``weight/<name>``), and the scores of extra samples.
     None: the advantages are computed."""
     old_logprobs: Float[Tensor, "B T"] | None = None
-    """Of the policy that sampled the rollout; None: the first update is exactly on-policy."""
+    """Of the policy before the update, from which the ratio starts; None: the first update is
+    exactly on-policy."""
     old_source: Literal["recorded", "engine", "policy"] | None = None
     """Where ``old_logprobs`` come from: the engine of an earlier run, which recorded them with the
     rollout; this run's engine, which computes as the policy does; a pass of the policy before the

@@ -40,7 +40,8 @@ class EstimatorInputs(NamedTuple):
     scores: Float[Tensor, " B"]
     """NaN is unscorable."""
     kl: Float[Tensor, "B T"]
-    """k1 estimate against the reference; zeros where the reward holds no penalty."""
+    """Estimate against the reference (``reference.kl_estimator``; k1 unless set); zeros where the
+    reward holds no penalty."""
     response_mask: Bool[Tensor, "B T"]
     num_generations: int
     kl_coef: float

@@ -35,8 +35,8 @@ def clipped_policy_loss(
         old_logprobs: Under the policy that the ratio starts from; no gradient.
         advantages: No gradient.
         response_mask: Outside it the loss is 0.
-        clip_low: How far below 1 the ratio may gain.
-        clip_high: How far above 1 the ratio may gain.
+        clip_low: ε_low of the clip range [1 - ε_low, 1 + ε_high].
+        clip_high: ε_high; above ε_low it is DAPO's clip-higher (decoupled clipping).
         dual_clip: Ratio at which the loss of a bad token stops growing, above 1; None: never.
 
     Raises:
@@ -78,8 +78,8 @@ def sequence_clipped_policy_loss(
         advantages: One per sequence; no gradient.
         response_mask: Tokens of the ratio. A row without any has ratio 1 and no gradient, so its
             loss is ``-A``.
-        clip_low: How far below 1 the ratio may gain.
-        clip_high: How far above 1 the ratio may gain.
+        clip_low: ε_low of the clip range [1 - ε_low, 1 + ε_high].
+        clip_high: ε_high; above ε_low it is DAPO's clip-higher (decoupled clipping).
         length_normalized: Ratio of the geometric mean over tokens (GSPO), not of the whole
             sequence (RLOO).
 
@@ -127,7 +127,7 @@ def importance_weighted_policy_loss(
 
     Args:
         logprobs: Under the policy being trained.
-        old_logprobs: Under the policy that sampled the tokens; no gradient.
+        old_logprobs: Under the policy that the ratio starts from; no gradient.
         advantages: No gradient.
         response_mask: Outside it the loss is 0.
 
@@ -214,7 +214,7 @@ def aggregate(
 
 
 class PolicyMetrics(NamedTuple):
-    """How far the policy has moved from the one that sampled the tokens; 0 without tokens."""
+    """How far the policy has moved from the one that the ratio starts from; 0 without tokens."""
 
     approx_kl: Float[Tensor, ""]
     """KL(old || new) in nats, the k3 estimate averaged over tokens."""
@@ -236,10 +236,10 @@ def policy_metrics(
 
     Args:
         logprobs: Under the policy being trained.
-        old_logprobs: Under the policy that sampled the tokens.
+        old_logprobs: Under the policy that the ratio starts from.
         response_mask: Tokens that count.
-        clip_low: How far below 1 a ratio is still inside.
-        clip_high: How far above 1 a ratio is still inside.
+        clip_low: ε_low of the clip range [1 - ε_low, 1 + ε_high].
+        clip_high: ε_high.
     """
     log_ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0)
     ratio = _bounded_exp(log_ratio)
@@ -275,8 +275,8 @@ def clip_fractions(
         ratio: New over old probability.
         advantages: One per ratio.
         mask: Ratios that count.
-        clip_low: How far below 1 the ratio may gain.
-        clip_high: How far above 1 the ratio may gain.
+        clip_low: ε_low of the clip range [1 - ε_low, 1 + ε_high].
+        clip_high: ε_high; above ε_low it is DAPO's clip-higher (decoupled clipping).
     """
     low = (ratio < 1 - clip_low) & (advantages < 0)
     high = (ratio > 1 + clip_high) & (advantages > 0)

@@ -15,7 +15,7 @@ def clipped_value_loss(
     *,
     value_clip_range: float | None = None,
 ) -> Float[Tensor, "B T"]:
-    """Half the squared error to the returns, at least that of the value clipped around the old one.
+    """PPO's value loss with value clipping: the larger of the plain and the clipped squared error.
 
         ℓ = ½ max((v - R)², (clip(v, old - ε, old + ε) - R)²)
 

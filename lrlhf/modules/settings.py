@@ -191,9 +191,9 @@ class Update:
         options: Keyword arguments of the loss, for example ``clip_high: 0.28``.
         aggregate: What a loss per token, and the KL and entropy terms beside it, are averaged over:
             token_mean, sequence_mean, sequence_sum or constant. None: as the algorithm has it for
-            its own loss, else as the loss's paper. With one ratio per response the terms are summed
-            over each response (sequence_clip) or averaged (gspo), as the logarithm of the ratio is;
-            the router's and the texts' losses follow.
+            its own loss, else as the loss's paper. With one ratio per response the KL and entropy
+            terms are summed over each response (sequence_clip) or averaged (gspo), like the
+            logarithm of its ratio; the router's and the texts' losses follow.
         num_iterations: Passes over each rollout.
         num_minibatches: Optimizer steps per pass, each on an equal share of the rollout. None: 4
             in `PPO`, or as near below as divides a process's responses; 1 elsewhere.
@@ -333,7 +333,7 @@ difference of 0.03 nats per token, weights by response leave a quarter of the ba
 @settings
 @dataclass(frozen=True, kw_only=True)
 class DynamicSampling:
-    """Train only on groups that teach something, and sample until there are enough.
+    """Dynamic sampling (DAPO): leave out zero-variance groups, and sample until there are enough.
 
     The prompts of a batch are candidates. They are answered in rounds until ``prompts`` of them
     teach something, or the batch is used up: its size is the budget. Groups that are still missing
@@ -424,8 +424,8 @@ class Critic:
         optimizer: Of the critic alone, counted in iterations. Where it names no ``lr``, a new head
             has 0.5 / hidden size, and a body, or a head that was trained before, 1e-5: new weights
             have further to go, and a step of a head moves its values by all of its inputs at once.
-        value_clip_range: How far a value may move from the old one before it stops paying, in
-            standard deviations of the scores so far; None: plain squared error.
+        value_clip_range: ε of value clipping, in standard deviations of the scores so far; None:
+            plain squared error.
         max_grad_norm: Clip the critic's gradient to this norm; ``inf`` leaves it.
         freeze_steps: Iterations at the start in which the critic stays as it is.
         head: Kind of the head, ``linear`` or ``mlp``, unless ``model`` says it itself.

@@ -1,4 +1,4 @@
-"""Dynamic sampling: groups without a learning signal are replaced before an update."""
+"""Dynamic sampling: zero-variance groups, which teach nothing, are replaced before an update."""
 
 from __future__ import annotations
 
@@ -85,7 +85,10 @@ def collect_different(
 
 
 def groups_differ(scores: Float[Tensor, "B ..."], num_generations: int) -> Bool[Tensor, " P"]:
-    """Return which groups have responses whose scores, or any of K scores, differ; NaN is none."""
+    """Tell which groups are not zero-variance: their scores, or any of K scores, differ.
+
+    NaN is no score.
+    """
     groups = scores.unsqueeze(-1).reshape(-1, num_generations, *scores.shape[1:], 1)
     highest = groups.nan_to_num(nan=-torch.inf).amax(dim=1)
     lowest = groups.nan_to_num(nan=torch.inf).amin(dim=1)

@@ -14,11 +14,11 @@ import numpy as np
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Return the share of the sets of ``k`` of the answers that have a right one among them.
+    """Estimate pass@k without bias: the share of the sets of ``k`` answers that have a right one.
 
         1 - C(n - c, k) / C(n, k) = 1 - ∏ (1 - k / i),  i = n - c + 1 … n
 
-    It is an unbiased estimate of how often one of ``k`` fresh answers is right. The product stays
+    It estimates how often one of ``k`` fresh answers is right. The product stays
     between 0 and 1, where the binomial coefficients would be too large for a float.
 
     Args:
@@ -34,8 +34,8 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
     """
     if not 1 <= k <= samples or not 0 <= right <= samples:
         raise ValueError(
-            f"pass@k of {samples} answers with {right} right ones and k = {k}: k lies in "
-            f"1…{samples}, and so many or fewer are right"
+            f"pass@k of {samples} answers with {right} right ones and k = {k}: both are at most "
+            f"{samples}, and k is at least 1"
         )
     if samples - right < k:
         return 1.0

@@ -1,4 +1,4 @@
-"""DAPO: GRPO's advantages, a wider upper clip, every token counting alike, no KL penalty.
+"""DAPO: GRPO's advantages, clip-higher (a wider upper clip), token-level loss, no KL penalty.
 
     L = -Σ_i Σ_t min(ρ_it A_i, clip(ρ_it, 1 - ε_low, 1 + ε_high) A_i) / all tokens
 

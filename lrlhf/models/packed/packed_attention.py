@@ -235,13 +235,13 @@ PACKED_ATTENTION = "lrlhf_packed"
 that cannot, segment by segment with ``sdpa``."""
 
 PACKED_SDPA = "lrlhf_packed_sdpa"
-"""Of the one that always computes them with ``sdpa``."""
+"""The name of attention that always computes packed rows with ``sdpa``."""
 
 PACKED_FLEX = "lrlhf_packed_flex"
 """As `PACKED_ATTENTION`, with the library's ``flex_attention`` for rows that are not packed."""
 
 PACKED_OWN_ATTENTION = "lrlhf_packed_own"
-"""Of the one that computes them as the model's own file does."""
+"""The name of attention that computes packed rows as the model's own file does."""
 
 SEGMENTS = "packed_segments"
 """Keyword of a forward pass under which the segments travel to the attention."""
@@ -546,7 +546,8 @@ def name_flash(kernel: str) -> str:
 
 
 COMPARED_ATTENTION = "lrlhf_compared"
-"""Of the one that computes with ``sdpa``, and compares it with the model's own, layer by layer."""
+"""The name of attention that computes with ``sdpa`` and compares it with the model's own, layer by
+layer."""
 
 _TOLERANCE = 1e-4
 _LARGE = 30.0

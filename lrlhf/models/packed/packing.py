@@ -1,4 +1,6 @@
-"""Rows laid one after another without padding, what several of them begin with only once.
+"""Sequence packing with shared prefixes: rows one after another, common beginnings only once.
+
+A token attends to its own row alone (a block-diagonal mask; tree attention where rows share).
 
 The responses to one prompt, or the two answers of a pair, are a prefix tree: the tokens that all of
 them begin with, then a branch for each. A causal model computes the same hidden states for those
@@ -61,9 +63,9 @@ class DepthFirstOrder:
         return self._masks[window]
 
     def _new_mask(self, window: int | None) -> BlockMask:
-        """Find the blocks from the least and the greatest numbers in each.
+        """Find the blocks from the smallest and largest number in each.
 
-        ``create_block_mask`` finds them from the whole table.
+        ``create_block_mask`` would compute the whole table of queries and keys.
         """
         enter, leave, depth = self.enter, self.leave, self.depth
         # a tensor, because code is compiled anew for each number that it contains
@@ -311,7 +313,7 @@ class Packed:
 
 
 _SPREAD = 1.5
-"""Of segments that are computed together the longest is less than so much longer than the
+"""The longest of the segments that are computed together is at most this many times as long as the
 shortest."""
 
 _known: ContextVar[Sequence[Tree] | None] = ContextVar("known_trees", default=None)

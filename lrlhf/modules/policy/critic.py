@@ -52,7 +52,7 @@ class ValueFunction(NamedTuple):
         return self.head if self.network is None else self.network
 
     def follow(self, statistics: ScoreStatistics, *, step: int) -> None:
-        """Have a new head that learns judge in units of the scores so far."""
+        """Scale and shift a new head's outputs to the deviation and mean of the scores so far."""
         if self.head.is_new and step >= self.settings.freeze_steps:
             self.head.measure_in(statistics.std, statistics.mean)
 

@@ -157,7 +157,7 @@ def with_advantages(
 def start_from(
     rows: Experience, logprobs: Tensor, settings: PolicySettings, it: Iteration
 ) -> Experience:
-    """Set the log-probabilities that an update starts from, and with them the importance weights.
+    """Set the old log-probabilities (the proximal policy's), and with them the importance weights.
 
     Args:
         rows: Of a rollout.
@@ -232,7 +232,8 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
 
     The order is TRL's: clip the scores, subtract the KL penalty, take the baseline, whiten; then
     bound what came of it. Scores are scaled before all that, and rewards of turns with them;
-    clipping a score leaves those, and the end of the response takes the difference.
+    clipping a score leaves the rewards of turns as they are, and the last token takes the
+    difference.
 
     Args:
         experience: Rows of complete groups, ``old_logprobs`` set where the KL is in the reward,
@@ -321,8 +322,8 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
 def _targets(experience: Experience, advantages: Tensor, *, bootstraps: bool) -> Tensor | None:
     """`[B, T]`: what the critic learns to predict; None: there is no critic.
 
-    Where the return of a row goes on with the value of its last token, that value is no target of
-    itself: it would move by the last reward with every update, and never arrive.
+    A row that is bootstrapped from the value of its last token has no target there: the value would
+    be its own target, move by the last reward with every update, and never arrive.
     """
     mask, values = experience.response_mask, experience.values
     if values is None:

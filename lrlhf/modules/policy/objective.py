@@ -72,7 +72,7 @@ def denominators(experience: Experience) -> Tensor:
 
 
 def summed_tokens(loss: PolicyLoss, *, tokens: Tensor, rows: Tensor) -> Tensor:
-    """Return how many tokens a row of the policy term sums over: 1 where it is a mean.
+    """Return the mean number of tokens that the policy term sums over per row: 1 of a mean.
 
     A mean per token that is no `LossTerms`, of pretraining texts or of a router, is multiplied by
     it, so that it keeps its proportion too.
@@ -155,10 +155,10 @@ def policy_loss(  # noqa: PLR0913  the terms of the objective
 
 
 def _with_weighted_gradient(logprobs: Tensor, weights: Tensor | None) -> Tensor:
-    """Weigh the gradient of every token and keep the values, of which a response's ratio is made.
+    """Weigh the gradient of every token by a stop-gradient (straight-through), and keep the values.
 
-    So weights per token fit a loss that has one value per response: its gradient is a sum over
-    tokens, of which each takes its own weight.
+    A response's ratio is made of the values. So weights per token fit a loss that has one value per
+    response: its gradient is a sum over tokens, each of which takes its own weight.
     """
     if weights is None:
         return logprobs

@@ -30,7 +30,7 @@ RowsT = TypeVar("RowsT", bound=SequenceBatch)
 
 
 class OptimizerStep(Generic[RowsT]):
-    """One step of one or several optimizers on the rows of a minibatch.
+    """One step of one or several optimizers, by gradient accumulation over micro-batches.
 
     Iterating over it yields the micro-batches on the device, of each of which the caller computes
     its share of the loss, and ends with the step itself, unless the guard objects:
