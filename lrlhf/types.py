@@ -415,7 +415,8 @@ class Experience(Rollout):
     importance_weights: Float[Tensor, "B T"] | None = None
     """What each token's policy loss is multiplied by, 1 outside the response; None: 1."""
     selected: Bool[Tensor, "B T"] | None = None
-    """Tokens that the policy loss is restricted to; None: all of ``loss_mask``."""
+    """Tokens that the policy loss is restricted to; None: all of ``loss_mask``. A loss per response
+    does not know them: a response without any would still have its loss -A."""
     ref_logprobs: Float[Tensor, "B T"] | None = None
     """None: no KL term."""
     values: Float[Tensor, "B T"] | None = None

@@ -125,7 +125,10 @@ class PolicyLoss(NamedTuple):
 
     @property
     def clip_range(self) -> tuple[float, float] | None:
-        """How far below and above 1 a ratio still counts as it is; None: the loss clips nothing."""
+        """How far below and above 1 a ratio still counts as it is; None: the loss clips nothing.
+
+        It is read from the options of these names; clip fractions are measured by it.
+        """
         if "clip_range" in self.options:
             return self.options["clip_range"], self.options["clip_range"]
         if "ratio_max" in self.options:

@@ -57,7 +57,10 @@ def shape_rewards(
     kl_coef: float,
     turn_rewards: Float[Tensor, "B T"] | None = None,
 ) -> Float[Tensor, "B T"]:
-    """Spread the score of a sequence and its KL penalty over the response tokens.
+    """Spread the score of a sequence and its KL penalty over the response tokens, as PPO does.
+
+    Estimators with one advantage per response subtract the penalty of the whole response, see
+    `lrlhf.functional.algorithm.penalized_scores`.
 
         r_t = -kl_coef · kl_t + turn_t + (score - Σ_s turn_s) · 1[t is the last response token]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from jsonargparse import ArgumentParser
 
-from lrlhf.functional import ALGORITHMS
+from lrlhf.functional import ALGORITHMS, POLICY_LOSSES
 from lrlhf.models import CausalLM, LoRA, ValueModel
 from lrlhf.modules import (
     PPO,
@@ -298,3 +298,9 @@ def test_type_checkers_see_the_options_that_ppo_passes_on() -> None:
     assert [*inspect.signature(PPO).parameters] == [*written, "critic"]
     documented = [f"    {name}: " for name in written]
     assert all(line in (module.__doc__ or "") for module in (RLOO, PPO) for line in documented)
+
+
+def test_the_help_of_the_loss_names_every_loss() -> None:
+    help_text = inspect.getdoc(Update) or ""
+    listed = help_text.split("POLICY_LOSSES` (")[1].split(")")[0]
+    assert sorted(listed.replace("\n", " ").replace(",", " ").split()) == sorted(POLICY_LOSSES)

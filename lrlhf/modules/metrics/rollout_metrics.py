@@ -116,7 +116,7 @@ def measure_update(
 
     Clip fractions and the largest ratio are of what the loss clips: tokens, or whole responses. Of
     all ratios outside the range, those count as low and high that the advantage would push further
-    out, and that clipping leaves without a gradient.
+    out: clipping leaves them without a gradient, or bounds their weight (CISPO).
     """
     mask = micro.loss_mask
     tokens = mask.sum()
