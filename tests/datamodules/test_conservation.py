@@ -499,6 +499,16 @@ def test_contents_that_are_written_in_another_form_are_whole(content: str) -> No
     supervised([{"messages": chat}], chat_template=each_turn(content), **LAST).setup("fit")
 
 
+@pytest.mark.parametrize("content", ["m.content | upper", "m.content.lower().split() | join(' ')"])
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_contents_may_change_in_case_and_white_space(content: str, role: str) -> None:
+    chat = [turn("user", "An ask\nin lines"), turn("assistant", "Some Reply\nin lines")]
+    template = each_turn(f"{{{{ {content} if m.role == '{role}' else m.content }}}}")
+    supervised([{"messages": chat}], chat_template=template).setup("fit")
+    cut = template.replace("m.content ", "m.content[:9] ").replace("m.content.l", "m.content[:9].l")
+    assert "the exact text" in refusal(supervised([{"messages": chat}], chat_template=cut))
+
+
 def test_columns_that_are_cut(caplog: pytest.LogCaptureFixture) -> None:
     row = {"prompt": "a question of some length", "completion": "reply"}
     cut = each_turn("{{ m.content[:5] }}")
