@@ -220,9 +220,10 @@ KINDS = ("texts", "prompts", "pairs", "steps", "pretraining")
         (SAID, {}, CHATML, "x n n n x"),
         ([ASK, {**REPLY, "tool_calls": [CALL]}, ASK], {}, CHATML, "x x x x x"),
         ([{**ASK, "weight": 0}], {}, CHATML, "n n n n n"),
-        # rewards get all columns, and evaluation files of pairs have them
-        ([ASK], {"id": "VALUE"}, CHATML, "n - - n n"),
-        ([ASK], {"image": "VALUE.png"}, CHATML, "x - - x x"),
+        # rewards get all columns, and metrics of pairs tell sources apart
+        ([ASK], {"id": "VALUE"}, CHATML, "n - n n n"),
+        ([ASK], {"source": "VALUE"}, CHATML, "n - - n n"),
+        ([ASK], {"image": "VALUE.png"}, CHATML, "x - x x x"),
         ([ASK], {"chat_template_kwargs": {"enable_thinkin": False}}, CHATML, "n n n n n"),
     ],
 )
@@ -378,7 +379,7 @@ def test_a_call_in_a_part_that_the_template_passes_over() -> None:
             {"messages": [ASK, REPLY], "prompt": "ask", "rejected": [ASK, REPLY]},
             "rejected",
         ),
-        ("pairs", {"prompt": "ask", "messages": [ASK, REPLY]}, ""),
+        ("pairs", {"prompt": "ask", "messages": [ASK, REPLY]}, "messages"),
         # the policy finds its own answer
         ("prompts", {"chosen": [ASK, REPLY], "rejected": [ASK, turn("assistant", "no")]}, ""),
         ("prompts", {"messages": [ASK, {**REPLY, "content": THOUGHT}]}, ""),
