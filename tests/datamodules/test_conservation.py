@@ -253,6 +253,14 @@ def test_values_are_named_with_their_rows_and_what_to_do(caplog: pytest.LogCaptu
     assert f"{named} column `id` of 2 rows: rename the column" in caplog.text
 
 
+def test_options_that_the_template_lacks_are_named_for_each_row(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    options = [{"chat_template_kwargs": {name: True}} for name in ("thinkin", "toolz")]
+    supervised([{"messages": [ASK, REPLY], **each} for each in options]).setup("fit")
+    assert all(f"`chat_template_kwargs.{name}`" in caplog.text for name in ("thinkin", "toolz"))
+
+
 @pytest.mark.parametrize("template", [R1, QWEN3])
 def test_no_message_advises_the_setting_that_loses_thoughts(template: str) -> None:
     chat = [ASK, turn("assistant", THOUGHT), ASK, turn("assistant", THOUGHT)]
@@ -425,6 +433,10 @@ TWO_TOOLS = [TOOL, {"type": "function", "function": DESCRIBED}]
 FIRST_CALL = each_turn(more="{% if m.tool_calls %}{{ m.tool_calls[0] | tojson }}{% endif %}")
 NAMES = each_turn(more="{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}")
 FIRST_TOOL = "{% if tools %}{{ tools[0] | tojson }}{% endif %}" + CHATML
+TOOL_TYPES = (
+    "{% for t in tools or [] %}{{ t.name }} {% for k, v in "
+    "t.parameters.properties.items() %}{{ k }} {{ v.type }} {% endfor %}{% endfor %}"
+) + CHATML
 TOOL_NAMES = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}" + CHATML
 
 
@@ -443,6 +455,11 @@ TOOL_NAMES = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}" + CH
             False,
             ["tools.description", "tools.parameters"],
         ),
+        *[
+            (TOOL_TYPES, {"messages": [ASK, REPLY], "tools": [tool]}, {}, False, ["tools.param"])
+            for more in ({"required": ["x"]}, {"additionalProperties": False}, {"minProperties": 1})
+            for tool in [{"name": "f", "parameters": {**SCHEMA, **more}}]
+        ],
         # turns as text, as a .csv has them
         (
             CHATML,

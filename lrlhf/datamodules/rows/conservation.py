@@ -209,7 +209,8 @@ class Conservation(Generic[DraftT]):
             for value in values
             if value.text and (how := standing[value.text]) != "apart"
         )
-        structure = (contents, others, len(row[_TOOLS][:2]) if whole else 0)
+        tool_count = len(row[_TOOLS][:2]) if whole else 0
+        structure = (contents, others, tool_count, *self._unread_options(row))
         verdict = self._verdicts.get(structure)
         if verdict is None:
             marking = _Marking(row, marks, _values(row, marks)[0])
@@ -249,7 +250,8 @@ class Conservation(Generic[DraftT]):
             if value in marked and whole is not None and arrivals.add(value, whole):
                 continue
             if value in marked or value.kind.role or value.at[0] == _TOOLS:
-                alone.setdefault((value.kind, value.stage), []).append(value)
+                alike = (value.kind, value.stage, type(_at(row, value.at)))
+                alone.setdefault(alike, []).append(value)
             elif value in absent and base.rendered and self._is_cut(row, folder, marking, value):
                 inexact.append(value)
                 arrivals.add(value, self._outcome(marking.row([value]), folder) or base)
@@ -537,7 +539,7 @@ def _contents(group: Iterable[_Value]) -> frozenset[tuple[object, bool]]:
     entries: dict[object, set[At]] = {}
     for value in group:
         entry = value.at[: len(value.owner) + (not value.kind.part)]
-        entries.setdefault(value[1:4], set()).add(entry)
+        entries.setdefault((*value[1:4], bool(value.text)), set()).add(entry)
     return frozenset((alike, len(ats) > 1) for alike, ats in entries.items())
 
 
@@ -617,8 +619,7 @@ def _leaves(value: Any, whole: _Value) -> Iterator[_Value]:
     """Go through what is in a value, such as calls or tools; what is empty stands for itself."""
     if not isinstance(value, Mapping | list | tuple):
         text = value.strip() if isinstance(value, str) else ""
-        if text or whole.kind.outer != _TOOLS:
-            yield _Value(whole.at, whole.kind, None, whole.stage, text)
+        yield _Value(whole.at, whole.kind, None, whole.stage, text)
         return
     leaves: list[_Value] = []
     for key, entry in value.items() if isinstance(value, Mapping) else enumerate(value):
