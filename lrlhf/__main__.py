@@ -92,7 +92,7 @@ def _refuse(word: str) -> int:
     else:
         close = difflib.get_close_matches(word, COMMANDS, n=1)
         hint = f"did you mean '{close[0]}'?" if close else f"there are {', '.join(COMMANDS)}"
-    sys.stderr.write(f"error: no command '{word}'; {hint}\n")
+    sys.stderr.write(f"error: no command {word!r}; {hint}\n")
     return _REFUSED
 
 

@@ -272,7 +272,6 @@ def _reader(trained: TrainedPolicy, prompts: Mapping[str, Any]) -> PromptReader:
             trained.policy.tokenizer,
             prompts.get("chat_template"),
             prompts.get("chat_template_kwargs") or {},
-            split_special_tokens=prompts.get("split_special_tokens", True),
         )
         return PromptReader(
             trained.policy,

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from typing import NoReturn
 
 from lrlhf.foreign_files import TRUST_FLAG
+from lrlhf.secrets import safe
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose errors, which quote names of files, are fit for a terminal."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(safe(message))
 
 
 def command_parser(name: str, description: str, epilog: str) -> argparse.ArgumentParser:
@@ -15,7 +24,7 @@ def command_parser(name: str, description: str, epilog: str) -> argparse.Argumen
         description: What it does, in a sentence.
         epilog: What help says below the options, line by line as it is.
     """
-    return argparse.ArgumentParser(
+    return CommandParser(
         prog=f"lrlhf {name}",
         description=description,
         epilog=epilog,

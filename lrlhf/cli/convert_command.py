@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from lrlhf.cli.command_parser import CommandParser
 from lrlhf.cli.messages.exit_status import blaming_user
 from lrlhf.run.checkpoints.checkpoint_reader import is_folder_checkpoint
 from lrlhf.run.checkpoints.sharded_checkpoint import convert_checkpoint
@@ -20,7 +20,7 @@ def convert(arguments: Sequence[str]) -> None:
     Raises:
         UserError: The target exists, or the source is no checkpoint.
     """
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="lrlhf convert",
         allow_abbrev=False,
     )

@@ -12,6 +12,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import yaml
+
 from lrlhf.cli.command_parser import command_parser
 from lrlhf.options.errors import ConfigError, hint
 from lrlhf.secrets import safe
@@ -267,4 +269,4 @@ def _count(rows: Sequence[object]) -> str:
 def _scalar(text: str) -> str:
     """Return a text as YAML reads it back."""
     plain = re.fullmatch(r"[A-Za-z./~][\w./~-]*(:[\w./-]+)?", text)
-    return text if plain else json.dumps(text, ensure_ascii=False)
+    return text if plain and yaml.safe_load(text) == text else json.dumps(text, ensure_ascii=False)

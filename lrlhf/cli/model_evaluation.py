@@ -20,6 +20,7 @@ from lrlhf.cli.config_files import (
     read_config_files,
 )
 from lrlhf.cli.early_checks import options_of
+from lrlhf.foreign_files import read_yaml
 from lrlhf.options.errors import ConfigError
 from lrlhf.secrets import safe
 
@@ -133,8 +134,7 @@ def _model_option(configs: Sequence[str], folders_of_code: Sequence[str]) -> str
     """
     class_path = ""
     for config in configs:
-        text = config if is_inline(config) else Path(config).read_text(encoding="utf-8")
-        content: Any = yaml.safe_load(text)
+        content: Any = yaml.safe_load(config) if is_inline(config) else read_yaml(Path(config))
         model = content.get("model") if isinstance(content, Mapping) else None
         if isinstance(model, Mapping):
             model = model.get("class_path")

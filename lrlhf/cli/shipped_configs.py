@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lrlhf.cli.command_parser import command_parser
 from lrlhf.options.errors import ConfigError, hint
+from lrlhf.secrets import safe
 
 FOLDER = Path(__file__).parents[1] / "configs"
 PREFIX = "lrlhf:"
@@ -87,7 +88,7 @@ def configs(arguments: Sequence[str]) -> None:
             shutil.copyfile(source, target)
         except OSError as error:
             raise ConfigError(f"{target}: cannot be written: {error.strerror}") from error
-        sys.stdout.write(f"wrote {target}\n")
+        sys.stdout.write(safe(f"wrote {target}\n"))
 
 
 def _title(file: Path) -> str:

@@ -65,8 +65,8 @@ def _load(files: Sequence[ConfigFile]) -> Callable[..., int]:
     if "torch" in sys.modules:
         return import_module("lrlhf.cli.commands").run  # type: ignore[no-any-return]
     if all(os.environ.get(name, "0") == "0" for name in _RANKS):
-        read = ", ".join(file.path for file in files)
-        sys.stderr.write(f"lrlhf {version('lrlhf')}: {f'read {safe(read)}; ' if read else ''}")
+        read = safe(", ".join(file.path for file in files)).replace("\n", "\\n")
+        sys.stderr.write(f"lrlhf {version('lrlhf')}: {f'read {read}; ' if read else ''}")
         sys.stderr.write("loading torch ...\n")
         sys.stderr.flush()
     with _nothing_is_garbage():

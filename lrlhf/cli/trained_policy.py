@@ -258,8 +258,6 @@ def _run_of(checkpoint: Path, *, trusted: bool) -> _Run:
     refuse_foreign_code(run_options, path, trusted=trusted)
     data = _section(_section(config, "data"), "init_args")
     prompts = {key: data[key] for key in _PROMPT_OPTIONS if data.get(key)}
-    if data.get("split_special_tokens") is False:
-        prompts["split_special_tokens"] = False
     try:
         built = convert(PolicyModule, run_options, PolicyModule)
         convert(PromptDataModule, prompts, PromptDataModule)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -33,6 +34,7 @@ _NOT_TEXT = (bool, int, float, type(None))
 _load_yaml = get_loader("yaml")
 _typehints: Any = import_module("jsonargparse._typehints")
 _sort_subtypes, _load_value = _typehints.sort_subtypes_for_union, _typehints.load_value
+_spec_of = _typehints.subclass_spec_as_namespace
 
 
 def mark_quoted(value: Any) -> Any:
@@ -68,6 +70,14 @@ def _load_unquoted(value: str, **options: Any) -> Any:
     return value if isinstance(value, QuotedText) else _load_value(value, **options)
 
 
+def _spec_with_text(value: Any, *args: Any) -> Any:
+    """Write the value of an option of an option as text: jsonargparse reads ``str(None)`` again."""
+    nested = isinstance(value, _typehints.NestedArg) and not isinstance(value.val, str)
+    if nested and "." in value.key and not value.key.startswith("dict_kwargs."):
+        value = value._replace(val=json.dumps(value.val, default=str))
+    return _spec_of(value, *args)
+
+
 def _represent(dumper: yaml.SafeDumper, text: QuotedText) -> yaml.Node:
     """Write a text in quotes: PyYAML thinks that ``1e3`` needs none."""
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="'")
@@ -78,6 +88,7 @@ register_type(QuotedText, serializer=lambda text: text)
 yaml.SafeDumper.add_representer(QuotedText, _represent)
 _typehints.sort_subtypes_for_union = _text_first
 _typehints.load_value = _load_unquoted
+_typehints.subclass_spec_as_namespace = _spec_with_text
 
 
 class Parser(LightningArgumentParser):

@@ -220,9 +220,10 @@ KINDS = ("texts", "prompts", "pairs", "steps", "pretraining")
         (SAID, {}, CHATML, "x n n n x"),
         ([ASK, {**REPLY, "tool_calls": [CALL]}, ASK], {}, CHATML, "x x x x x"),
         ([{**ASK, "weight": 0}], {}, CHATML, "n n n n n"),
-        # rewards get all columns, and evaluation files of pairs have them
-        ([ASK], {"id": "VALUE"}, CHATML, "n - - n n"),
-        ([ASK], {"image": "VALUE.png"}, CHATML, "x - - x x"),
+        # rewards get all columns, and metrics of pairs tell sources apart
+        ([ASK], {"id": "VALUE"}, CHATML, "n - n n n"),
+        ([ASK], {"source": "VALUE"}, CHATML, "n - - n n"),
+        ([ASK], {"image": "VALUE.png"}, CHATML, "x - x x x"),
         ([ASK], {"chat_template_kwargs": {"enable_thinkin": False}}, CHATML, "n n n n n"),
     ],
 )
@@ -250,6 +251,14 @@ def test_values_are_named_with_their_rows_and_what_to_do(caplog: pytest.LogCaptu
     named = "neither the model nor the task reads"
     assert f"{named} `name` of turns of the user of 1 row: give a `chat_template`" in caplog.text
     assert f"{named} column `id` of 2 rows: rename the column" in caplog.text
+
+
+def test_options_that_the_template_lacks_are_named_for_each_row(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    options = [{"chat_template_kwargs": {name: True}} for name in ("thinkin", "toolz")]
+    supervised([{"messages": [ASK, REPLY], **each} for each in options]).setup("fit")
+    assert all(f"`chat_template_kwargs.{name}`" in caplog.text for name in ("thinkin", "toolz"))
 
 
 @pytest.mark.parametrize("template", [R1, QWEN3])
@@ -378,7 +387,7 @@ def test_a_call_in_a_part_that_the_template_passes_over() -> None:
             {"messages": [ASK, REPLY], "prompt": "ask", "rejected": [ASK, REPLY]},
             "rejected",
         ),
-        ("pairs", {"prompt": "ask", "messages": [ASK, REPLY]}, ""),
+        ("pairs", {"prompt": "ask", "messages": [ASK, REPLY]}, "messages"),
         # the policy finds its own answer
         ("prompts", {"chosen": [ASK, REPLY], "rejected": [ASK, turn("assistant", "no")]}, ""),
         ("prompts", {"messages": [ASK, {**REPLY, "content": THOUGHT}]}, ""),
@@ -424,6 +433,10 @@ TWO_TOOLS = [TOOL, {"type": "function", "function": DESCRIBED}]
 FIRST_CALL = each_turn(more="{% if m.tool_calls %}{{ m.tool_calls[0] | tojson }}{% endif %}")
 NAMES = each_turn(more="{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}")
 FIRST_TOOL = "{% if tools %}{{ tools[0] | tojson }}{% endif %}" + CHATML
+TOOL_TYPES = (
+    "{% for t in tools or [] %}{{ t.name }} {% for k, v in "
+    "t.parameters.properties.items() %}{{ k }} {{ v.type }} {% endfor %}{% endfor %}"
+) + CHATML
 TOOL_NAMES = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}" + CHATML
 
 
@@ -442,6 +455,11 @@ TOOL_NAMES = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}" + CH
             False,
             ["tools.description", "tools.parameters"],
         ),
+        *[
+            (TOOL_TYPES, {"messages": [ASK, REPLY], "tools": [tool]}, {}, False, ["tools.param"])
+            for more in ({"required": ["x"]}, {"additionalProperties": False}, {"minProperties": 1})
+            for tool in [{"name": "f", "parameters": {**SCHEMA, **more}}]
+        ],
         # turns as text, as a .csv has them
         (
             CHATML,
@@ -497,6 +515,16 @@ def test_contents_that_a_template_shortens(content: str, role: str) -> None:
 def test_contents_that_are_written_in_another_form_are_whole(content: str) -> None:
     chat = [turn("user", " a 'quote'\n"), turn("assistant", "\"é\" and 'more'\n")]
     supervised([{"messages": chat}], chat_template=each_turn(content), **LAST).setup("fit")
+
+
+@pytest.mark.parametrize("content", ["m.content | upper", "m.content.lower().split() | join(' ')"])
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_contents_may_change_in_case_and_white_space(content: str, role: str) -> None:
+    chat = [turn("user", "An ask\nin lines"), turn("assistant", "Some Reply\nin lines")]
+    template = each_turn(f"{{{{ {content} if m.role == '{role}' else m.content }}}}")
+    supervised([{"messages": chat}], chat_template=template).setup("fit")
+    cut = template.replace("m.content ", "m.content[:9] ").replace("m.content.l", "m.content[:9].l")
+    assert "the exact text" in refusal(supervised([{"messages": chat}], chat_template=cut))
 
 
 def test_columns_that_are_cut(caplog: pytest.LogCaptureFixture) -> None:

@@ -296,11 +296,10 @@ def test_an_answer_shows_what_the_prompt_leaves_of_the_columns(only: Only) -> No
         assert [Path(name).name for name in candidate.media[0].names] == ["1.png", "5.png"]
 
 
-def test_to_a_text_model_media_columns_are_info(model_folder: str) -> None:
+def test_a_text_model_takes_no_pairs_with_media(model_folder: str) -> None:
     row = {"prompt": "p", "chosen": " a", "rejected": " b", "image": "1.png"}
-    (batch,) = load(Rows([row]), model_folder).train_dataloader()
-    assert batch.candidate0.media is None
-    assert batch.info == ({"image": "1.png"},)
+    with pytest.raises(BadDataError, match="does not read column `image`"):
+        load(Rows([row]), model_folder)
     shown = {"prompt": asks("p", "1.png"), "chosen": " a", "rejected": " b"}
     with pytest.raises(BadDataError, match="media for a text model"):
         load(Rows([shown]), model_folder)

@@ -200,6 +200,9 @@ def test_what_never_ends_is_refused_before_it_fills_the_memory(
             list(FileSource(str(tmp_path / name)))
         with pytest.raises(BadDataError, match=f"{name}' is a pipe or a device"):
             resolve_source(str(tmp_path / name))
+    for name in (".", "*.jsonl"):
+        with pytest.raises(BadDataError, match=r"no data file but pipes or devices .*'pipe.jsonl'"):
+            resolve_source(str(tmp_path / name))
     monkeypatch.setattr(files, "_LONGEST", 2**16)
     endless = gzip.compress(b"[" * 2**20)
     for name in ("x.jsonl.gz", "x.json.gz", "x.csv.gz"):

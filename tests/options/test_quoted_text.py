@@ -78,6 +78,7 @@ def test_quoted_text_stays_text_through_both_doors(text: str) -> None:
     ("flag", "value"),
     [
         *[("1", 1), ("true", True), ("1e3", 1000.0), ("[1, '2']", [1, "2"])],
+        *[("null", None), ("[1, null]", [1, None]), ("{a: null}", {"a": None})],
         *[("'1'", "1"), ('"true"', "true"), ("{a: '1'}", {"a": "1"}), ("word", "word")],
     ],
 )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
 
+from lrlhf.cli.command_parser import CommandParser
 from lrlhf.cli.model_evaluation import CHECKPOINT, evaluate_models
 from lrlhf.options.errors import ConfigError
 
@@ -37,7 +38,7 @@ examples:
 
 def parser() -> argparse.ArgumentParser:
     """Return what reads the options."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="lrlhf compare",
         description="Compare evaluations of the same prompts: differences with intervals.",
         epilog=_EPILOG,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from lrlhf.apps.lab.report_files import check_output, write_json
 from lrlhf.apps.lab.reward_lab import Lab, as_json, as_page, as_text, look_at, responses_of_run
+from lrlhf.cli.command_parser import CommandParser
 from lrlhf.options.errors import ConfigError
 from lrlhf.secrets import safe
 
@@ -27,7 +27,7 @@ def report_run(arguments: Sequence[str]) -> None:
     Raises:
         ConfigError: The folder or an option cannot be used.
     """
-    parser = argparse.ArgumentParser(prog="lrlhf reward", allow_abbrev=False)
+    parser = CommandParser(prog="lrlhf reward", allow_abbrev=False)
     parser.add_argument("run", metavar="RUN", type=Path)
     parser.add_argument("--json")
     parser.add_argument("--html")

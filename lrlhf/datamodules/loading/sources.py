@@ -373,8 +373,10 @@ def _numbered(names: Mapping[str, str]) -> dict[str, str]:
 def _files(source: str, paths: Sequence[Path], what: str) -> tuple[Source, ...]:
     files = [path for path in paths if path.is_file() and is_data_file(path)]
     if not files:
+        special = [path.name for path in paths if not (path.is_file() or path.is_dir())]
+        other = f" but pipes or devices ({', '.join(map(repr, special))})" if special else ""
         raise BadDataError(
-            f"{what} holds no data file{nearest_path(Path(source))}; readable are "
+            f"{what} holds no data file{other or nearest_path(Path(source))}; readable are "
             f"{', '.join(sorted(FORMATS))}, each optionally with .gz or .zst"
         )
     return tuple(FileSource(str(path)) for path in files)

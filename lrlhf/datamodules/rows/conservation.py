@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from itertools import chain, pairwise
 from os.path import commonprefix
 from pathlib import Path
@@ -193,25 +194,27 @@ class Conservation(Generic[DraftT]):
             BadRow: It was clearly meant to be read, or learnt.
         """
         row, base = _usual(row), self._reached(draft)
-        marks = self._constants.marks
-        values = [*chain(*(groups := [*_groups(row, marks)]))]
+        marks, read = self._constants.marks, _Read(base)
+        # tools are long, and mostly stand in the text as they are
+        tools = row.get(_TOOLS)
+        whole = isinstance(tools, list) and bool(tools) and all(map(read.has_json, tools))
+        values, contents = _values({**row, _TOOLS: None} if whole else row, marks)
         if any(value.at[0] in _PICTURES or value.kind.part in KINDS for value in values):
             # in texts they become what the model reads in the place of a picture
             marks += (*{*_MEDIA_MARK.findall(" ".join(value.text for value in values))},)
-            values = [*chain(*(groups := [*_groups(row, marks)]))]
-        # what is in a turn, and whether several times; where it stands in the row does not count
-        turns = [
-            frozenset((alike, times > 1) for alike, times in Counter(v[1:4] for v in group).items())
-            for group in groups
-        ]
-        standing = [(value, _standing(value.text, base)) for value in values if value.text]
-        others = frozenset((value[1:4], how) for value, how in standing if how != "apart")
-        structure = (frozenset(pairwise([frozenset(), *turns])), others)
+            values, contents = _values({**row, _TOOLS: None} if whole else row, marks)
+        standing = {text: read.standing(text) for text in {value.text for value in values} if text}
+        others = frozenset(
+            (value[1:4], how)
+            for value in values
+            if value.text and (how := standing[value.text]) != "apart"
+        )
+        tool_count = len(row[_TOOLS][:2]) if whole else 0
+        structure = (contents, others, tool_count, *self._unread_options(row))
         verdict = self._verdicts.get(structure)
         if verdict is None:
-            absent = {value for value, how in standing if how == "absent"}
-            verdict = self._verdict(row, folder, base, _Marking(row, marks, values), absent)
-            self._verdicts[structure] = verdict
+            marking = _Marking(row, marks, _values(row, marks)[0])
+            verdict = self._verdicts[structure] = self._verdict(row, folder, base, marking)
         if verdict.refused:
             what = " and ".join(unused.name for unused in verdict.refused)
             raise BadRow(
@@ -227,9 +230,9 @@ class Conservation(Generic[DraftT]):
         folder: Path | None,
         base: Reached,
         marking: _Marking,
-        absent: set[_Value],
     ) -> _Verdict:
-        values = marking.values
+        values, read = marking.values, _Read(base)
+        absent = {value for value in values if value.text and read.standing(value.text) == "absent"}
         unread = self._unread_columns(row, folder, base, values)
         kinds = {Kind(f"{_KWARGS}.{name}"): False for name in self._unread_options(row)}
         kinds |= {
@@ -242,23 +245,22 @@ class Conservation(Generic[DraftT]):
         whole = self._outcome(marking.row(marked), folder)
         arrivals = _Arrivals(marking)
         alone: dict[object, list[_Value]] = {}
-        unused: list[_Value] = []
         inexact: list[_Value] = []
         for value in values:
             if value in marked and whole is not None and arrivals.add(value, whole):
                 continue
             if value in marked or value.kind.role or value.at[0] == _TOOLS:
-                alone.setdefault((value.kind, value.stage), []).append(value)
+                alike = (value.kind, value.stage, type(_at(row, value.at)))
+                alone.setdefault(alike, []).append(value)
             elif value in absent and base.rendered and self._is_cut(row, folder, marking, value):
                 inexact.append(value)
                 arrivals.add(value, self._outcome(marking.row([value]), folder) or base)
-        for group in alone.values():
+
+        def without(group: Sequence[_Value]) -> Reached | None:
             effective = [value for value in marked if whole and value not in group]
-            outcome = self._outcome(marking.row(effective, group), folder)
-            if _is_same(outcome, whole or base):
-                unused += group
-            else:
-                arrivals.add_changed(group, outcome)
+            return self._outcome(marking.row(effective, group), folder)
+
+        unused = arrivals.missing_of([*alone.values()], without, whole or base)
         inexact += (value for value in marked if value in arrivals.values & absent)
         for value in (*unused, *inexact):
             if _is_repeated(value, base) and value.kind.key == "content":
@@ -295,7 +297,7 @@ class Conservation(Generic[DraftT]):
 
         plain = [column for column, role in columns.items() if not role]
         others = [column for column, role in columns.items() if role]
-        if not without(plain):
+        if plain and not without(plain):
             plain = [column for column in plain if without([column])]
         return [*plain, *(column for column in others if without([column]))]
 
@@ -368,19 +370,55 @@ def _is_essential(value: _Value, base: Reached, arrivals: _Arrivals) -> bool:
     return False
 
 
-def _standing(text: str, base: Reached) -> str:
-    """Return whether a text is in what the model reads: ``apart``, ``inside`` a word, ``absent``.
+class _Read:
+    """What the model reads of a row, in which values are looked for."""
 
-    What is inside a word may be there by chance.
-    """
-    if text in base.text:
-        short = len(text) < _SHORT and not re.search(rf"(?<!\w){re.escape(text)}(?!\w)", base.text)
-        return "inside" if short else "apart"
-    # as JSON and Python write it, also within a text that is JSON
-    forms = [repr(text), json.dumps(text), json.dumps(text, ensure_ascii=False)]
-    forms += [json.dumps(form[1:-1], ensure_ascii=False) for form in forms]
-    read = base.text + base.besides
-    return "apart" if any(form[1:-1] in read for form in forms) else "absent"
+    def __init__(self, base: Reached) -> None:
+        self._text = base.text
+        self._all = base.text + base.besides
+
+    @cached_property
+    def _folded(self) -> str:
+        return _folded(self._all)
+
+    def has_json(self, value: object) -> bool:
+        """Whether a value stands in the text as templates write it that keep all of it."""
+        return any(
+            json.dumps(value, ensure_ascii=False, indent=indent) in self._text
+            for indent in (None, 4)
+        )
+
+    def standing(self, text: str) -> str:
+        """Return whether a text is there: ``apart``, ``inside`` a word, ``absent``.
+
+        What is inside a word may be there by chance. Templates may change the case of letters and
+        white space.
+        """
+        if text in self._text:
+            return "apart" if len(text) >= _SHORT or _is_word(text, self._text) else "inside"
+        # as JSON and Python write it, also within a text that is JSON
+        forms = [repr(text), json.dumps(text)]
+        if any(form[1:-1] != text for form in forms):
+            forms.append(json.dumps(text, ensure_ascii=False))
+            forms += [json.dumps(form[1:-1], ensure_ascii=False) for form in forms]
+        if any(form[1:-1] in self._all for form in forms):
+            return "apart"
+        return "apart" if _folded(text) in self._folded else "absent"
+
+
+def _is_word(word: str, text: str) -> bool:
+    """Whether a word is somewhere in a text and no part of a longer one."""
+    start = text.find(word)
+    while start >= 0:
+        around = text[max(start - 1, 0) : start] + text[start + len(word) : start + len(word) + 1]
+        if not any(letter.isalnum() or letter == "_" for letter in around):
+            return True
+        start = text.find(word, start + 1)
+    return False
+
+
+def _folded(text: str) -> str:
+    return "".join(text.split()).casefold()
 
 
 class _Marking:
@@ -461,11 +499,48 @@ class _Arrivals:
             self.read.update((value.turn, value.owner))
         return there
 
-    def add_changed(self, values: Sequence[_Value], outcome: Reached | None) -> None:
+    def missing_of(
+        self,
+        groups: Sequence[Sequence[_Value]],
+        without: Callable[[Sequence[_Value]], Reached | None],
+        base: Reached,
+    ) -> list[_Value]:
+        """Return values without which all is the same; of the others, it is added what they do."""
+        every = [*chain(*groups)]
+        if len(groups) > 1 and _is_same(without(every), base):  # at once, as mostly
+            return every
+        missing: list[_Value] = []
+        for group in groups:
+            if _is_same(outcome := without(group), base):
+                missing += group
+            else:
+                self._add_changed(group, outcome)
+        return missing
+
+    def _add_changed(self, values: Sequence[_Value], outcome: Reached | None) -> None:
         """Add values that make a difference; no ``outcome``: the row cannot be read then."""
         marked = [outcome is not None and self.add(value, outcome, _OTHER) for value in values]
         if not any(marked):  # they are read, and not as they are
             self.read.update(at for value in values for at in (value.turn, value.owner))
+
+
+def _values(row: Row, separators: Sequence[str]) -> tuple[list[_Value], object]:
+    """Return the values of a row, and what there is of them in its turns and columns.
+
+    That is what is in a turn, and which turns follow which; where they stand does not count.
+    """
+    groups = [*_groups(row, separators)]
+    contents = frozenset(pairwise([frozenset(), *map(_contents, groups)]))
+    return [*chain(*groups)], contents
+
+
+def _contents(group: Iterable[_Value]) -> frozenset[tuple[object, bool]]:
+    """Return what is in a turn or column, and whether in several of its parts, calls or tools."""
+    entries: dict[object, set[At]] = {}
+    for value in group:
+        entry = value.at[: len(value.owner) + (not value.kind.part)]
+        entries.setdefault((*value[1:4], bool(value.text)), set()).add(entry)
+    return frozenset((alike, len(ats) > 1) for alike, ats in entries.items())
 
 
 def _groups(row: Row, separators: Sequence[str]) -> Iterator[list[_Value]]:
@@ -544,8 +619,7 @@ def _leaves(value: Any, whole: _Value) -> Iterator[_Value]:
     """Go through what is in a value, such as calls or tools; what is empty stands for itself."""
     if not isinstance(value, Mapping | list | tuple):
         text = value.strip() if isinstance(value, str) else ""
-        if text or whole.kind.outer != _TOOLS:
-            yield whole._replace(text=text)
+        yield _Value(whole.at, whole.kind, None, whole.stage, text)
         return
     leaves: list[_Value] = []
     for key, entry in value.items() if isinstance(value, Mapping) else enumerate(value):
@@ -555,7 +629,7 @@ def _leaves(value: Any, whole: _Value) -> Iterator[_Value]:
         # templates do this or that by the type of a call, or of what a schema describes
         is_type = key == "type" and not isinstance(entry, Mapping)
         if not _is_nothing(entry) and not (is_type and not kind.key.endswith(_CALL_FIELDS)):
-            leaves += _leaves(entry, whole._replace(at=(*whole.at, key), kind=kind))
+            leaves += _leaves(entry, _Value((*whole.at, key), kind, None, whole.stage))
     yield from leaves or [whole]
 
 

@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase
 from lrlhf.datamodules.loading.sources import Row
 from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, missing_column, nearest
 from lrlhf.datamodules.rows.chat import (
-    SYSTEM_COLUMNS,
     ChatFormat,
     Endings,
     Span,
@@ -236,13 +235,12 @@ class PairDraft:
 
     @property
     def reached(self) -> Reached:
-        """What of the row the model reads, and what is kept of it for evaluation files."""
+        """What of the row the model reads, and what metrics tell apart."""
         texts = [text.text for text in self.pair.candidates]
         learnt = (after(self.pair.prompt.text, text) for text in texts)
         besides = repr((self.labels, self.margin, self.pair.refs))
-        named = self.info.keys() - {*SYSTEM_COLUMNS}
         rendered = self.pair.candidates[0].complete
-        return Reached("\n".join(texts), "\n".join(learnt), besides, named, rendered=rendered)
+        return Reached("\n".join(texts), "\n".join(learnt), besides, ("source",), rendered=rendered)
 
 
 @dataclass(frozen=True)
