@@ -48,10 +48,6 @@ for _package in (callbacks, datamodules, loggers, modules, rewards, rollout):
 _CHECKPOINT_WORDS = {"last", "best", "hpc"}
 
 
-built = False
-"""Whether this process has begun to build a run: then it is to end as Python ends."""
-
-
 class Application(Commands):
     """LightningCLI as this project sets it up.
 
@@ -118,8 +114,6 @@ class Application(Commands):
         yield from check_run(options.as_dict(), ConfigObjects(options), trains=trains)
 
     def instantiate_classes(self) -> None:
-        global built
-        built = True
         try:
             with self._reading_parts():
                 super().instantiate_classes()
