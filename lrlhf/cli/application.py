@@ -25,11 +25,12 @@ from lrlhf.cli.config_objects import ConfigObjects
 from lrlhf.cli.evaluation import EVALUATIONS, keep_reference, show_evaluation, take_export
 from lrlhf.cli.export_command import export_checkpoint, hub_repo
 from lrlhf.cli.messages.exit_status import Progress, blaming_user, how_to_continue
+from lrlhf.cli.missing_names import CHECKPOINT_WORDS, no_checkpoint
 from lrlhf.cli.replay_command import show_replay
 from lrlhf.cli.saved_config import SaveConfig, hide_hyperparameters
 from lrlhf.foreign_files import TRUST_FLAG
 from lrlhf.modules.metrics.measurement import HasMeasurements
-from lrlhf.options.errors import ConfigError, UserError, hint
+from lrlhf.options.errors import ConfigError, UserError
 from lrlhf.options.parser import (
     Parser,
     check_values,
@@ -45,7 +46,6 @@ from lrlhf.trainer import Trainer
 for _package in (callbacks, datamodules, loggers, modules, rewards, rollout):
     for _name in _package.__all__:
         getattr(_package, _name)
-_CHECKPOINT_WORDS = {"last", "best", "hpc"}
 
 
 class Application(Commands):
@@ -179,7 +179,7 @@ class Exporter(Application):
         for name in ("ckpt_path", "output"):
             if options[name] is None:
                 raise ConfigError(f"{name}: lrlhf export needs --{name}")
-        if options["ckpt_path"] in _CHECKPOINT_WORDS:
+        if options["ckpt_path"] in CHECKPOINT_WORDS:
             raise ConfigError(
                 f"ckpt_path: {options['ckpt_path']} is a word of fit; lrlhf export needs the path "
                 "of a checkpoint"
@@ -241,8 +241,5 @@ def _run_folder(arguments: Sequence[str]) -> str:
 
 def check_checkpoint(path: str | None) -> None:
     """Refuse a checkpoint that is not there before anything is loaded."""
-    if path is None or path in _CHECKPOINT_WORDS or "://" in path or Path(path).exists():
-        return
-    siblings = [entry.name for entry in Path(path).parent.glob("*.ckpt")]
-    near = hint(Path(path).name, siblings, listed_as="there")
-    raise MistakeError(("ckpt_path",), f"no file {path}{near}")
+    if complaint := no_checkpoint(path):
+        raise MistakeError(("ckpt_path",), complaint)
