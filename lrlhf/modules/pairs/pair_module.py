@@ -320,14 +320,17 @@ class PairModule(TrainingModule):
         if (self.trainer.global_step + 1) % max(1, every) == 0:
             values |= self._training_values()
             self.log("train/loss", values.pop("train/loss"), batch_size=1, prog_bar=True)
+        elif self.trainer.global_step == 0:  # to be seen at once; the first row sums up its pairs
+            first = self._training_values(keeps=True)
+            self.log_dict(first, batch_size=1, logger=False)
         self.log_dict(values, batch_size=1)
 
     def on_train_epoch_end(self) -> None:
         self.log_dict(self._training_values(), batch_size=1, sync_dist=True)
 
-    def _training_values(self) -> dict[str, float]:
+    def _training_values(self, *, keeps: bool = False) -> dict[str, float]:
         """Sum up the pairs since the last call, all ranks together; empty: there are none."""
-        summary = self._compute(self.train_metrics)
+        summary = self._compute(self.train_metrics, keeps=keeps)
         metrics = dict(summary.metrics)
         loss = {"train/loss": metrics.pop("loss")} if metrics else {}
         parts = {"": metrics} | self._by_source(summary, None)
@@ -370,10 +373,11 @@ class PairModule(TrainingModule):
         return values
 
     @staticmethod
-    def _compute(metrics: RewardMetrics) -> RewardSummary:
+    def _compute(metrics: RewardMetrics, *, keeps: bool = False) -> RewardSummary:
         metrics.update_with_nothing()
         summary: RewardSummary = metrics.compute()
-        metrics.reset()
+        if not keeps:
+            metrics.reset()
         return summary
 
 
