@@ -317,12 +317,10 @@ class PairModule(TrainingModule):
         values |= self._values.reduce(Collectives(self.trainer), self.device)
         self._values = MetricSums()
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if (self.trainer.global_step + 1) % max(1, every) == 0:
-            values |= self._training_values()
+        due = (self.trainer.global_step + 1) % max(1, every) == 0
+        if due or self.trainer.global_step == 0:  # the first to be seen at once; a row has it too
+            values |= self._training_values(keeps=not due)
             self.log("train/loss", values.pop("train/loss"), batch_size=1, prog_bar=True)
-        elif self.trainer.global_step == 0:  # to be seen at once; the first row sums up its pairs
-            first = self._training_values(keeps=True)
-            self.log_dict(first, batch_size=1, logger=False)
         self.log_dict(values, batch_size=1)
 
     def on_train_epoch_end(self) -> None:
