@@ -14,6 +14,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 from lrlhf import callbacks, datamodules, loggers, modules, rewards, rollout
 from lrlhf.cli.checks.mistake import MistakeError, RefusedError
 from lrlhf.cli.checks.run_checks import check_run
+from lrlhf.cli.config_entries import class_of
 from lrlhf.cli.config_files import (
     config_arguments,
     is_inline,
@@ -29,6 +30,7 @@ from lrlhf.cli.missing_names import CHECKPOINT_WORDS, no_checkpoint
 from lrlhf.cli.replay_command import show_replay
 from lrlhf.cli.saved_config import SaveConfig, hide_hyperparameters
 from lrlhf.foreign_files import TRUST_FLAG
+from lrlhf.modules.hyperparameters import refuse_other_module
 from lrlhf.modules.metrics.measurement import HasMeasurements
 from lrlhf.options.errors import ConfigError, UserError
 from lrlhf.options.parser import (
@@ -37,6 +39,7 @@ from lrlhf.options.parser import (
     read_whole_numbers_as_such,
     write_defaults_as_text,
 )
+from lrlhf.run.checkpoints.checkpoint_search import UNREADABLE, without_tensors
 from lrlhf.run.collectives import LoadsShards
 from lrlhf.run.lightning_internals import Commands
 from lrlhf.run.supervision.signals import answering_sigterm
@@ -109,7 +112,7 @@ class Application(Commands):
             RefusedError: A class refuses its options.
         """
         options = self.config[self.subcommand]
-        check_checkpoint(options.get("ckpt_path"))
+        check_checkpoint(options.get("ckpt_path"), class_of(options.model.as_dict()))
         trains = self.subcommand == "fit"
         yield from check_run(options.as_dict(), ConfigObjects(options), trains=trains)
 
@@ -184,7 +187,7 @@ class Exporter(Application):
                 f"ckpt_path: {options['ckpt_path']} is a word of fit; lrlhf export needs the path "
                 "of a checkpoint"
             )
-        check_checkpoint(options["ckpt_path"])
+        check_checkpoint(options["ckpt_path"], class_of(options.model.as_dict()))
         try:
             if (repo := hub_repo(options)) is not None:
                 repo.check()
@@ -239,7 +242,17 @@ def _run_folder(arguments: Sequence[str]) -> str:
     return str(Path("runs") / Path(next(files, "unnamed")).stem)
 
 
-def check_checkpoint(path: str | None) -> None:
-    """Refuse a checkpoint that is not there before anything is loaded."""
+def check_checkpoint(path: str | None, module: type | None = None) -> None:
+    """Refuse a checkpoint that is not there, or of another module, before anything is loaded."""
     if complaint := no_checkpoint(path):
         raise MistakeError(("ckpt_path",), complaint)
+    if path is None or module is None or not Path(path).exists():
+        return
+    try:
+        content = without_tensors(Path(path))
+    except UNREADABLE:
+        return  # the run says what is damaged
+    try:
+        refuse_other_module(module, content if isinstance(content, dict) else {}, path)
+    except ValueError as error:
+        raise MistakeError(("ckpt_path",), str(error)) from error

@@ -629,7 +629,7 @@ def test_only_a_column_that_responses_are_compared_with_is_a_right_answer() -> N
 
 
 def test_a_failure_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    def broken(completions: list[str]) -> list[float]:
+    def broken(**_: object) -> list[float]:
         raise KeyError("gold")
 
     with pytest.raises(RewardError, match=r"First failure: broken: KeyError: 'gold'$"):
