@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -49,6 +50,9 @@ from lrlhf.trainer import Trainer
 for _package in (callbacks, datamodules, loggers, modules, rewards, rollout):
     for _name in _package.__all__:
         getattr(_package, _name)
+
+
+logger = logging.getLogger(__name__)
 
 
 class Application(Commands):
@@ -101,8 +105,9 @@ class Application(Commands):
     def before_instantiate_classes(self) -> None:
         # the other processes of a run have the same config
         if rank_zero_only.rank == 0:  # type: ignore[attr-defined]  # Lightning puts it there
-            for _ in self.findings():
-                pass
+            for finding in self.findings():
+                if finding.startswith("row "):
+                    logger.info("%s", finding)
 
     def findings(self) -> Iterator[str]:
         """Check what is known before weights are loaded, and tell what was looked at.
@@ -114,7 +119,8 @@ class Application(Commands):
         options = self.config[self.subcommand]
         check_checkpoint(options.get("ckpt_path"), class_of(options.model.as_dict()))
         trains = self.subcommand == "fit"
-        yield from check_run(options.as_dict(), ConfigObjects(options), trains=trains)
+        show = options.get("show") or 0  # of check
+        yield from check_run(options.as_dict(), ConfigObjects(options), trains=trains, show=show)
 
     def instantiate_classes(self) -> None:
         try:

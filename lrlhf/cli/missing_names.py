@@ -190,9 +190,9 @@ def _missing(path: str, folders: Sequence[str]) -> str:
     spec = find_spec(top) or PathFinder.find_spec(top, folders)
     if spec is None:
         nearest = nearest_module(top, folders)
-        meant = f"; did you mean '{'.'.join([nearest, *rest])}'?" if nearest else ""
+        clause = f"; did you mean '{'.'.join([nearest, *rest])}'?" if nearest else ""
         return (
-            f"No module named '{top}'{meant}; looked for it in the installed packages and in "
+            f"No module named '{top}'{clause}; looked for it in the installed packages and in "
             + (", ".join(folders))
         )
     module, file = top, _file_of(spec)
