@@ -5,12 +5,18 @@ wait for them. Nothing that imports more than the standard library may be import
 this file.
 """
 
+import atexit
+import contextlib
 import difflib
+import gc
+import io
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
+from typing import Any, NoReturn
 
 from lrlhf.cli.command_table import COMMANDS, CommandKind
 from lrlhf.threads import spin_briefly
@@ -96,16 +102,41 @@ def _refuse(word: str) -> int:
     return _REFUSED
 
 
-def console() -> None:
+def console() -> NoReturn:
     """Run the command of this process, and end it."""
-    status = main()
-    application = sys.modules.get("lrlhf.cli.application")
-    if status == _REFUSED and not getattr(application, "built", False):
-        # to take torch apart would take a second or two, and nothing has been begun
-        sys.stdout.flush()
-        sys.stderr.flush()
+    end_process(main())
+
+
+def end_process(status: int) -> NoReturn:
+    """End this process without taking apart what it has imported.
+
+    Python would free each object of torch and of all else, which takes seconds and gives nothing
+    back that the operating system does not take. What a program may count on is done as Python does
+    it: threads end, functions of ``atexit`` run (child processes, process groups, wandb, Ray), and
+    open files are written to the end.
+    """
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing ends its processes
+        atexit._run_exitfuncs()
+    finally:
+        _finish_files()
         os._exit(status)
-    sys.exit(status)
+
+
+def _finish_files() -> None:
+    """Write what is left in the buffers of Python, and of C."""
+    kind = io.IOBase.__base__  # that of C: to ask the abstract class takes seconds
+    assert kind is not None
+    files: list[Any] = [each for each in gc.get_objects() if issubclass(type(each), kind)]
+    for file in (sys.stdout, sys.stderr, *files):
+        with contextlib.suppress(OSError, ValueError):  # closed, or the reader has gone
+            file.flush()
+    for file in files:
+        if type(file).__module__ != "_io":  # those of gzip and its like end with a check sum
+            with contextlib.suppress(OSError, ValueError):
+                file.close()
+    if "ctypes" in sys.modules:
+        sys.modules["ctypes"].CDLL(None).fflush(None)
 
 
 if __name__ == "__main__":

@@ -231,6 +231,21 @@ def _write_model(folder: Path) -> None:
     torch.save(LlamaForCausalLM(config).state_dict(), folder / "pytorch_model.bin")
 
 
+def write_checkpoint(folder: Path) -> None:
+    """Write a checkpoint of another module, but for its weights."""
+    import torch  # noqa: PLC0415  a command at a prompt does not write it
+
+    torch.save(
+        {
+            "hyper_parameters": {"_class_path": "lrlhf.modules.SFT"},
+            "pytorch-lightning_version": "2.6.0",
+            **{"epoch": 0, "global_step": 1, "state_dict": {}, "loops": {}, "callbacks": {}},
+            **{"optimizer_states": [], "lr_schedulers": []},
+        },
+        folder / "sft.ckpt",
+    )
+
+
 class Answer(NamedTuple):
     """What a mistake is answered with.
 
@@ -308,6 +323,7 @@ def main() -> int:
         prepare(folder)
         (folder / "model").mkdir()
         _write_model(folder / "model")
+        write_checkpoint(folder)
         (folder / "site").mkdir()
         (folder / "site/sitecustomize.py").write_text(_WATCHES)
         # a home without accounts, and no hub

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -14,6 +15,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 from lrlhf import callbacks, datamodules, loggers, modules, rewards, rollout
 from lrlhf.cli.checks.mistake import MistakeError, RefusedError
 from lrlhf.cli.checks.run_checks import check_run
+from lrlhf.cli.config_entries import class_of
 from lrlhf.cli.config_files import (
     config_arguments,
     is_inline,
@@ -25,17 +27,20 @@ from lrlhf.cli.config_objects import ConfigObjects
 from lrlhf.cli.evaluation import EVALUATIONS, keep_reference, show_evaluation, take_export
 from lrlhf.cli.export_command import export_checkpoint, hub_repo
 from lrlhf.cli.messages.exit_status import Progress, blaming_user, how_to_continue
+from lrlhf.cli.missing_names import CHECKPOINT_WORDS, no_checkpoint
 from lrlhf.cli.replay_command import show_replay
 from lrlhf.cli.saved_config import SaveConfig, hide_hyperparameters
 from lrlhf.foreign_files import TRUST_FLAG
+from lrlhf.modules.hyperparameters import refuse_other_module
 from lrlhf.modules.metrics.measurement import HasMeasurements
-from lrlhf.options.errors import ConfigError, UserError, hint
+from lrlhf.options.errors import ConfigError, UserError
 from lrlhf.options.parser import (
     Parser,
     check_values,
     read_whole_numbers_as_such,
     write_defaults_as_text,
 )
+from lrlhf.run.checkpoints.checkpoint_search import UNREADABLE, without_tensors
 from lrlhf.run.collectives import LoadsShards
 from lrlhf.run.lightning_internals import Commands
 from lrlhf.run.supervision.signals import answering_sigterm
@@ -45,11 +50,9 @@ from lrlhf.trainer import Trainer
 for _package in (callbacks, datamodules, loggers, modules, rewards, rollout):
     for _name in _package.__all__:
         getattr(_package, _name)
-_CHECKPOINT_WORDS = {"last", "best", "hpc"}
 
 
-built = False
-"""Whether this process has begun to build a run: then it is to end as Python ends."""
+logger = logging.getLogger(__name__)
 
 
 class Application(Commands):
@@ -102,8 +105,9 @@ class Application(Commands):
     def before_instantiate_classes(self) -> None:
         # the other processes of a run have the same config
         if rank_zero_only.rank == 0:  # type: ignore[attr-defined]  # Lightning puts it there
-            for _ in self.findings():
-                pass
+            for finding in self.findings():
+                if finding.startswith("row "):
+                    logger.info("%s", finding)
 
     def findings(self) -> Iterator[str]:
         """Check what is known before weights are loaded, and tell what was looked at.
@@ -113,13 +117,12 @@ class Application(Commands):
             RefusedError: A class refuses its options.
         """
         options = self.config[self.subcommand]
-        check_checkpoint(options.get("ckpt_path"))
+        check_checkpoint(options.get("ckpt_path"), class_of(options.model.as_dict()))
         trains = self.subcommand == "fit"
-        yield from check_run(options.as_dict(), ConfigObjects(options), trains=trains)
+        show = options.get("show") or 0  # of check
+        yield from check_run(options.as_dict(), ConfigObjects(options), trains=trains, show=show)
 
     def instantiate_classes(self) -> None:
-        global built
-        built = True
         try:
             with self._reading_parts():
                 super().instantiate_classes()
@@ -185,12 +188,12 @@ class Exporter(Application):
         for name in ("ckpt_path", "output"):
             if options[name] is None:
                 raise ConfigError(f"{name}: lrlhf export needs --{name}")
-        if options["ckpt_path"] in _CHECKPOINT_WORDS:
+        if options["ckpt_path"] in CHECKPOINT_WORDS:
             raise ConfigError(
                 f"ckpt_path: {options['ckpt_path']} is a word of fit; lrlhf export needs the path "
                 "of a checkpoint"
             )
-        check_checkpoint(options["ckpt_path"])
+        check_checkpoint(options["ckpt_path"], class_of(options.model.as_dict()))
         try:
             if (repo := hub_repo(options)) is not None:
                 repo.check()
@@ -245,10 +248,17 @@ def _run_folder(arguments: Sequence[str]) -> str:
     return str(Path("runs") / Path(next(files, "unnamed")).stem)
 
 
-def check_checkpoint(path: str | None) -> None:
-    """Refuse a checkpoint that is not there before anything is loaded."""
-    if path is None or path in _CHECKPOINT_WORDS or "://" in path or Path(path).exists():
+def check_checkpoint(path: str | None, module: type | None = None) -> None:
+    """Refuse a checkpoint that is not there, or of another module, before anything is loaded."""
+    if complaint := no_checkpoint(path):
+        raise MistakeError(("ckpt_path",), complaint)
+    if path is None or module is None or not Path(path).exists():
         return
-    siblings = [entry.name for entry in Path(path).parent.glob("*.ckpt")]
-    near = hint(Path(path).name, siblings, listed_as="there")
-    raise MistakeError(("ckpt_path",), f"no file {path}{near}")
+    try:
+        content = without_tensors(Path(path))
+    except UNREADABLE:
+        return  # the run says what is damaged
+    try:
+        refuse_other_module(module, content if isinstance(content, dict) else {}, path)
+    except ValueError as error:
+        raise MistakeError(("ckpt_path",), str(error)) from error

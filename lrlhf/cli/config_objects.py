@@ -17,7 +17,7 @@ from lrlhf.cli.config_entries import class_of, is_lrlhf, options_of
 from lrlhf.modules.policy.settings import PolicySettings
 from lrlhf.options.parser import Parser
 from lrlhf.rewards import Rewards
-from lrlhf.rewards.lookup import BUILTINS
+from lrlhf.rewards.lookup import BUILTINS, bind_functions
 
 _LOADED = {"policy", "model", "tokenizer", "processor", "engine", "rewards"}
 """Options of the modules that load something, and the rewards, which have a look of their own."""
@@ -67,6 +67,16 @@ class ConfigObjects:
             made: Rewards = _made(Rewards, self._options.model.init_args.rewards)
             return made
         return None
+
+    def reward_functions(self) -> tuple[dict[str, Any], list[str]]:
+        """Make reward functions that load nothing, by name, and name the others."""
+        if (made := self.rewards()) is not None:
+            return made.functions, []
+        functions = options_of(options_of(self._model).get("rewards")).get("functions") or []
+        listed = [*(functions.values() if isinstance(functions, Mapping) else functions)]
+        imported = bind_functions([each for each in listed if isinstance(each, str)])
+        others = [str(each["class_path"]) for each in listed if isinstance(each, Mapping)]
+        return dict(imported), [path.rpartition(".")[2] for path in others]
 
     def all_rewards(self) -> Rewards:
         """Make the rewards, whatever their functions load, and let them fail as often as they do.

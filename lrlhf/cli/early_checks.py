@@ -55,6 +55,14 @@ def options_of(class_path: str) -> frozenset[str] | None:
     return inherited | _named(constructors[0])
 
 
+@cache
+def exported_names() -> frozenset[str]:
+    """Names that lrlhf's packages export, which need no module before them in a config."""
+    return frozenset(
+        name for package in _PACKAGES for name in _exports(f"lrlhf.{package}") if name[0].isupper()
+    )
+
+
 def method_options(module: str, name: str, method: str) -> frozenset[str]:
     """Return the names of the parameters of a method that is there."""
     (constructor,) = (

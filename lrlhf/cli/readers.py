@@ -28,10 +28,13 @@ class Checker(Reader):
     """
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.usage = "lrlhf check [the options of lrlhf fit]"
+        parser.usage = "lrlhf check [--show ROWS] [the options of lrlhf fit]"
         parser.description = (
             "Look for mistakes in a config, its files and the first rows of its data, as fit does "
-            "before it loads weights."
+            "before it loads weights. Reward functions are called on made responses."
+        )
+        parser.add_argument(
+            "--show", type=int, default=0, help="show so many rows: each token, and the loss mask"
         )
 
     def run_command(self, subcommand: str) -> None:

@@ -7,6 +7,8 @@ import pkgutil
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from lrlhf.options.errors import nearest_module
+
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> ValueError:
     """Build the error for a name that does not exist, with the nearest one that does.
@@ -38,7 +40,18 @@ def import_value(kind: str, name: str, known: Iterable[str]) -> Any:
     try:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{kind} {name!r} cannot be imported: {error}") from error
+        raise ValueError(f"{kind} {name!r} cannot be imported: {error}{_near(error)}") from error
+
+
+def _near(error: Exception) -> str:
+    """Return ``; did you mean 'x'?`` for a module, or a name of one, that is not there."""
+    near = ""
+    if isinstance(error, ModuleNotFoundError) and error.name and "." not in error.name:
+        near = nearest_module(error.name)
+    elif isinstance(error, AttributeError) and error.name:
+        close = difflib.get_close_matches(error.name, dir(error.obj), n=1)
+        near = next(iter(close), "")
+    return f"; did you mean {near!r}?" if near else ""
 
 
 def import_function(kind: str, name: str, known: Iterable[str]) -> Callable[..., Any]:

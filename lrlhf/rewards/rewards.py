@@ -704,7 +704,7 @@ class Failures:
     def log(self, failure: str) -> None:
         """Log a failure that was not there before; it begins with the function's name."""
         name, _, text = failure.partition(": ")
-        summary = f"{name}: {text.splitlines()[-1]}"  # the exception
+        summary = f"{name}: {summed_up(text)}"
         if summary not in self._logged and len(self._logged) < _MAX_LOGGED:
             self._logged.add(summary)
             logger.error("reward function %s", failure)
@@ -726,8 +726,14 @@ class Failures:
                 raise RewardError(
                     f"reward function {name!r} failed in {self.limit} batches of this "
                     f"run, less one for every ten without failure. Repair it, or raise "
-                    f"max_failures. The last failure: {failure}"
+                    f"max_failures. The last failure: {summed_up(failure, of=name)}"
                 )
+
+
+def summed_up(failure: str, *, of: str = "") -> str:
+    """Return what sums a failure up, its last line: the exception, whose traceback was logged."""
+    last = failure.splitlines()[-1]
+    return last if not of or last.startswith(f"{of}: ") else f"{of}: {last}"
 
 
 def check_quota(
@@ -763,7 +769,10 @@ def check_quota(
         for name, count in zip(names, missing.tolist(), strict=True)
         if count
     )
-    first = failures[0] if failures else "none: the functions had no value"
+    first = "none: the functions had no value"
+    if failures:
+        name, _, text = failures[0].partition(": ")
+        first = summed_up(text, of=name)
     several = len(names) > 1
     # which may return None for a response to which they do not apply
     advice = "list those whose value may be missing under optional, " if several else ""

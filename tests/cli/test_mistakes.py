@@ -19,6 +19,7 @@ MISTAKES = TABLE["MISTAKES"]
 def folder(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with all that the configs name, and nobody who is logged in anywhere."""
     TABLE["prepare"](tmp_path)
+    TABLE["write_checkpoint"](tmp_path)
     without = shutil.ignore_patterns("chat_template*")
     shutil.copytree(model_folder, tmp_path / "model", ignore=without)
     monkeypatch.syspath_prepend(tmp_path)

@@ -38,7 +38,7 @@ def test_an_import_that_fails_says_where_it_looked(
     reward: str,
 ) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
-    Path("broken_rewards.py").write_text("import no_such_module\n")
+    Path("broken_rewards.py").write_text("import no_such_module as reward\n")
     Path("rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     config = experiment(
         "RLOO", {"policy": model_folder}, {"train": "rows.jsonl", "batch_size": 2}, reward=reward

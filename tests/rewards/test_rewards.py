@@ -626,3 +626,14 @@ def test_only_a_column_that_responses_are_compared_with_is_a_right_answer() -> N
     functions = [begins_with, lies_between, is_as_long, NumericAnswer(answer_column="answer")]
     headings = {"letter": "letter", "answer": "right answer"}
     assert Rewards(functions).answer_columns == headings
+
+
+def test_a_failure_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(**_: object) -> list[float]:
+        raise KeyError("gold")
+
+    with pytest.raises(RewardError, match=r"First failure: broken: KeyError: 'gold'$"):
+        Rewards([broken]).score(["p"], ["a"], [[1]], [{}])
+    (told,) = caplog.messages
+    assert told.count("Traceback") == 1
+    assert 'raise KeyError("gold")' in told

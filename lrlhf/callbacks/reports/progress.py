@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from lrlhf.arguments import KeepsArguments
 from lrlhf.callbacks.eval_jsonl import is_evaluation
-from lrlhf.modules.contracts import Exportable, Measured
+from lrlhf.modules.contracts import Exportable, Measured, SamplesResponses
+from lrlhf.modules.metrics.measurement import HasMeasurements
 from lrlhf.rollout.listener import RolloutListener
 from lrlhf.run.lightning_internals import shows_training
 from lrlhf.run.seeding import model_step
@@ -29,10 +30,19 @@ _OF_POLICIES = {
     "teacher/reverse_kl": "to teacher",
     "policy/entropy": "entropy",
 }
-_OF_OTHERS = {"reward_model/accuracy": "accuracy", "train/loss": "loss"}
+_OF_OTHERS = {
+    "train/loss": "loss",
+    "reward_model/accuracy": "accuracy",
+    "reward_model/margin": "margin",
+    "rewards/accuracy": "accuracy",
+    "rewards/margin": "margin",
+    "train/accuracy": "accuracy",
+    "train/token_accuracy": "token accuracy",
+}
 """Logged keys that are shown, and the short names they get."""
-_EVALUATED = {"response_length": "length", "truncated_fraction": "cut off"}
+_EVALUATED = {"response_length": "length"}
 """Short names of what an evaluation measures."""
+_CUT_OFF = "truncated_fraction"
 _GAP = "  "
 _ENDS = ("_low", "_high")
 """Of the names of an interval."""
@@ -47,12 +57,13 @@ class PhaseProgress(KeepsArguments, TQDMProgressBar, RolloutListener):
 
     Before training it says what is trained, and above the bar there is a line for each evaluation.
     Where the output is no terminal (a log file, CI), it prints one plain line per step instead:
-    ``step 12/60  score 0.53  kl 0.01  4.1 s/step (generate 2.1 reward 0.0 update 1.9)``.
+    ``step 12/60  score 0.53  4.1 s/step (generate 2.1 reward 0.0 update 1.9)  3 min left``.
 
     Args:
         refresh_rate: Steps between two updates of the bar, or between two lines.
         metrics: Logged keys to show, with the short names they get; None: score, length, KL and
-            entropy of a policy, accuracy and loss of any other module, as far as they are logged.
+            entropy of a policy, loss, accuracy and margin of any other module, as far as they are
+            logged.
         plain: Print lines (True) or draw a bar (False); None: a bar on a terminal only.
     """
 
@@ -72,6 +83,7 @@ class PhaseProgress(KeepsArguments, TQDMProgressBar, RolloutListener):
         self._phase_start = 0.0
         self._step_start = 0.0
         self._printed_step = 0
+        self._start: tuple[float, int] | None = None
         if self.plain:
             super().disable()
 
@@ -111,9 +123,15 @@ class PhaseProgress(KeepsArguments, TQDMProgressBar, RolloutListener):
             epoch = self.trainer.current_epoch
             self.train_progress_bar.set_description(f"Epoch {epoch} [{phase}]", refresh=True)
 
-    def on_train_batch_start(self, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         self._seconds = {}
         self._step_start = time.monotonic()
+        if self._start is None:
+            self._start = (self._step_start, trainer.global_step)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_train_end(trainer, pl_module)
+        self._start = None
 
     def on_train_batch_end(
         self,
@@ -132,9 +150,15 @@ class PhaseProgress(KeepsArguments, TQDMProgressBar, RolloutListener):
         self._printed_step = step
         words = [f"step {step}" if math.isinf(total) else f"step {step}/{int(total)}"]
         words += [f"{label} {value}" for label, value in self._shown(trainer).items()]
-        pace = f"{time.monotonic() - self._step_start:.1f} s/step"
+        now = time.monotonic()
+        pace = f"{now - self._step_start:.1f} s/step"
         phases = " ".join(f"{name} {seconds:.1f}" for name, seconds in self._seconds.items())
-        _say([*words, f"{pace} ({phases})" if phases else pace])
+        words.append(f"{pace} ({phases})" if phases else pace)
+        assert self._start is not None
+        begun, first = self._start
+        if step > first and step < total < math.inf:
+            words.append(f"{_duration((now - begun) / (step - first) * (total - step))} left")
+        _say(words)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)
@@ -149,7 +173,8 @@ class PhaseProgress(KeepsArguments, TQDMProgressBar, RolloutListener):
             elif trainer.sanity_checking and step == 0:
                 title += " (before training)"
             first = pl_module.eval_metric if isinstance(pl_module, Measured) else ""
-            self._tell([title, *_evaluated(trainer.callback_metrics, first)])
+            words = _evaluated(trainer.callback_metrics, first, _responses(pl_module))
+            self._tell([title, *words])
 
     def _tell(self, words: list[str]) -> None:
         """Write a line that fits, above the bar where there is one."""
@@ -188,7 +213,24 @@ def short(value: Tensor | float) -> str:
     return f"{0.0 if abs(number) < _NOTHING else number:.3g}"
 
 
-def _evaluated(logged: Mapping[str, Tensor], first: str) -> list[str]:
+def _duration(seconds: float) -> str:
+    """Return a time as people say it: 40 s, 3 min, 2 h 05 min."""
+    minutes = round(seconds / 60)
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def _responses(module: L.LightningModule) -> dict[str, int]:
+    """How many responses each metric of the last evaluation is about, where that is known."""
+    if not (isinstance(module, HasMeasurements) and isinstance(module, SamplesResponses)):
+        return {}
+    if module.settings.evaluation.num_samples > 1:  # of which a greedy pass has one
+        return {}
+    return {measured.name: measured.number for measured in module.measurements}
+
+
+def _evaluated(logged: Mapping[str, Tensor], first: str, responses: Mapping[str, int]) -> list[str]:
     """What an evaluation measured, each with its interval: ``first``, and the rest."""
     ends = {f"{name}{end}" for name in logged for end in _ENDS if _has_interval(name, logged)}
     names = [name for name in logged if name.startswith("eval/") and name not in ends]
@@ -196,6 +238,11 @@ def _evaluated(logged: Mapping[str, Tensor], first: str) -> list[str]:
     words = []
     for name in names:
         plain = name.removeprefix("eval/")
+        if plain.endswith(_CUT_OFF):
+            share, number = float(logged[name]), responses.get(name)
+            counted = f"{round(share * number)} of {number}" if number else f"{share:.0%}"
+            words.append(f"{plain.removesuffix(_CUT_OFF)}{counted} cut off")
+            continue
         word = f"{_EVALUATED.get(plain, plain)} {short(logged[name])}"
         if _has_interval(name, logged):
             low, high = (short(logged[f"{name}{end}"]) for end in _ENDS)

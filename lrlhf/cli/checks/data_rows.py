@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import itertools
+import logging
 import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Number
 from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
 
 import lightning as L
 from huggingface_hub.constants import HF_HUB_OFFLINE
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from lrlhf.cli.checks.mistake import MistakeError
 from lrlhf.cli.checks.models import TrainedModel
@@ -22,14 +29,19 @@ from lrlhf.datamodules.loading.sources import resolve_source
 from lrlhf.datamodules.loading.splits import FirstRows
 from lrlhf.datamodules.loading.validation import is_named
 from lrlhf.datamodules.rows.collate import PromptRow
+from lrlhf.datamodules.rows.step_rows import StepRow
 from lrlhf.functional.names import import_value
 from lrlhf.models import TextLimits, load_tokenizer
 from lrlhf.modules import DPO
-from lrlhf.rewards import LearnedReward, ProcessReward, RewardFunction
+from lrlhf.rewards import LearnedReward, ProcessReward, RewardError, RewardFunction
+from lrlhf.rewards.dispatch import Call, Dispatcher
 from lrlhf.rewards.function import OF_EPISODES, OF_RUNS, OTHER_REWARDS, RESERVED
 from lrlhf.rewards.learned import no_template
-from lrlhf.rewards.lookup import BUILTINS
+from lrlhf.rewards.lookup import BUILTINS, chosen_arguments, filled_by_python
+from lrlhf.rewards.reward_values import check_values
 from lrlhf.rollout import GenerativeReward
+
+logger = logging.getLogger(__name__)
 
 ROWS = 100
 """Rows of each source that are looked at."""
@@ -306,3 +318,139 @@ def _check_template(entry: Any, reason: str, *, open_turn: bool) -> None:
             f"{reason}, and {no_template(tokenizer, source, open_turn)}",
             value=source,
         )
+
+
+_MADE = "This is a made response."
+_TRIAL_SECONDS = 10.0
+
+
+def try_rewards(functions: Mapping[str, Any], seen: CheckedRows) -> list[str]:
+    """Call reward functions on two made responses to the first prompt, before there are others.
+
+    What loads a model or asks a server is left out, and what reads episodes or other rewards. An
+    exception of a function is only told: a made response may be none that it can score.
+
+    Args:
+        functions: By name.
+        seen: The first rows.
+
+    Returns:
+        Names of those that were left out.
+
+    Raises:
+        MistakeError: A function cannot be called with its arguments, or does not return one number
+            or None per response.
+    """
+    row = next((one for one in seen.train.rows if isinstance(one, PromptRow)), None)
+    if row is None:
+        return [*functions]
+    turns = [{"role": "assistant", "content": _MADE}]
+    available = {
+        **{name: [value] * 2 for name, value in row.columns.items()},
+        **{"prompts": [row.prompt] * 2, "completion_ids": [[*range(3)]] * 2},
+        "completions": [_MADE if isinstance(row.prompt, str) else turns] * 2,
+        **{"step": [0] * 2, "max_steps": [1] * 2, "truncated": [False] * 2},
+        **dict.fromkeys(("log_metric", "log_extra"), lambda *_: None),
+    }
+    left_out = []
+    for name, function in functions.items():
+        signature = inspect.signature(function)
+        if _is_ours(function):
+            continue  # whose values need no check
+        if not _is_local(function) or {*OF_EPISODES, OTHER_REWARDS} & {*signature.parameters}:
+            left_out.append(name)
+            continue
+        arguments = chosen_arguments(name, signature, available, filled_by_python(function))
+        with isolate_rng():
+            (outcome,) = Dispatcher(_TRIAL_SECONDS).run([Call(name, function, arguments)])
+        if outcome.error is None:
+            _check_returned(name, outcome.value)
+        elif isinstance(outcome.error, TypeError) and _is_of_call(outcome.error):
+            raise MistakeError(("model", "rewards"), f"reward function {name!r}: {outcome.error}")
+        else:
+            kind = type(outcome.error).__name__
+            logger.warning(
+                "the reward function %r cannot score a made response: %s: %s",
+                *(name, kind, outcome.error),
+            )
+    return left_out
+
+
+def _is_ours(function: Any) -> bool:
+    """Whether a reward is one of this library that asks nobody else."""
+    module = type(function).__module__
+    return module.startswith("lrlhf.") and not getattr(function, "ends_by_itself", False)
+
+
+def _is_local(function: Any) -> bool:
+    """Whether a reward computes in this process, and at once."""
+    if not isinstance(function, RewardFunction):
+        return True
+    loads = type(function).prepare is not RewardFunction.prepare
+    return not (loads or function.ends_by_itself or function.sums_turns)
+
+
+def _is_of_call(error: BaseException) -> bool:
+    """Whether the call itself failed, and nothing inside of the function."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames[-1].f_globals["__name__"] == Dispatcher.__module__)
+
+
+def _check_returned(name: str, value: Any) -> None:
+    try:
+        checked = check_values(value, function=name, rows=[0, 1])
+    except RewardError as error:
+        raise MistakeError(("model", "rewards"), str(error)) from error
+    if checked.bad and not all(isinstance(each, Number | Tensor | None) for each in value):
+        raise MistakeError(("model", "rewards"), f"reward function {name!r} {checked.malformed}")
+
+
+_WIDTH = 150
+"""Characters of a row that is shown in a line."""
+
+
+def shown_rows(seen: CheckedRows, trained: TrainedModel | None, in_full: int) -> list[str]:
+    """Show rows as the model reads them, with what of them is in the loss.
+
+    Args:
+        seen: The first rows.
+        trained: The model.
+        in_full: How many are shown token by token; 0: the first, in a line for each of its texts.
+    """
+    lines: list[str] = []
+    if trained is None:
+        return lines
+    tokenizer = trained.tokenizer()
+    for number, row in enumerate(seen.train.rows[: in_full or 1], 1):
+        if not isinstance(row, HasTexts):
+            break
+        for text in row.texts:
+            ids, mask = [*map(int, text.input_ids)], _in_loss(text)
+            part = "a prompt" if isinstance(row, PromptRow) else f"{sum(mask)} in the loss"
+            summary = "" if in_full else _summary(ids, mask, tokenizer)
+            lines.append(f"row {number}    {len(ids)} tokens, {part}{summary}")
+            for token, learnt in zip(ids, mask, strict=True) if in_full else ():
+                piece = tokenizer.decode([token])
+                lines.append(f"         {token:>7}  {'loss' if learnt else '    '}  {piece!r}")
+    return lines
+
+
+def _in_loss(text: Any) -> list[bool]:
+    """Which tokens of a text the loss is on: the answer, an assistant's turns, ends of steps."""
+    size = len(text.input_ids)
+    if isinstance(text, StepRow):
+        return [position in text.ends for position in range(size)]
+    trained = getattr(text, "trained", None)
+    start = getattr(text, "start", size if trained is None else 0)
+    return [at >= start and (trained is None or bool(trained[at])) for at in range(size)]
+
+
+def _summary(ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text, with brackets around what is in the loss, its middle left out."""
+    text = ""
+    for learnt, run in itertools.groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1]):
+        piece = str(tokenizer.decode([token for token, _ in run]))
+        text += f"⟦{piece}⟧" if learnt else piece
+    if len(text) > _WIDTH:
+        text = f"{text[: _WIDTH // 2]} … {text[-_WIDTH // 2 :]}"
+    return f": {text!r}"

@@ -20,6 +20,8 @@ from lrlhf.cli.checks.data_rows import (
     check_reward_templates,
     check_rows,
     check_sources,
+    shown_rows,
+    try_rewards,
 )
 from lrlhf.cli.checks.mistake import MistakeError, RefusedError
 from lrlhf.cli.checks.models import TrainedModel, check_built, check_main_memory, check_models
@@ -63,11 +65,16 @@ class Parts(Protocol):
     def rewards(self) -> Rewards | None:
         """Make the rewards where that costs nothing."""
 
+    def reward_functions(self) -> tuple[dict[str, Any], list[str]]:
+        """Make reward functions that load nothing, by name, and name the others."""
+
     def settings(self) -> PolicySettings | None:
         """Make the groups of options of the module, and complete those of a policy."""
 
 
-def check_run(sections: dict[str, Any], parts: Parts, *, trains: bool) -> Iterator[str]:
+def check_run(
+    sections: dict[str, Any], parts: Parts, *, trains: bool, show: int = 0
+) -> Iterator[str]:
     """Check what is known of a run before weights are loaded.
 
     Of classes that are not this library's nothing is built but the data module that holds them,
@@ -77,6 +84,7 @@ def check_run(sections: dict[str, Any], parts: Parts, *, trains: bool) -> Iterat
         sections: The parsed config as plain values: ``model``, ``data`` and ``trainer``.
         parts: Of the run.
         trains: The run trains, rather than validates, tests or predicts.
+        show: Rows that are shown token by token; 0: one, in a line.
 
     Yields:
         What was looked at, in lines of a heading and a finding.
@@ -128,8 +136,18 @@ def check_run(sections: dict[str, Any], parts: Parts, *, trains: bool) -> Iterat
         if read is not None:
             yield f"rewards  read {', '.join(read) or 'no column'}"
         _tried(check_reward_templates, model, seen)
+        yield from _tried(_of_rewards, parts, seen, settings if trains else None) or ()
+        yield from _tried(shown_rows, seen, trained, show) or ()
     if lengths := trained and _tried(check_context, settings, data, trained, seen):
         yield f"lengths  {lengths}"
+
+
+def _of_rewards(parts: Parts, seen: CheckedRows, settings: PolicySettings | None) -> list[str]:
+    if settings is None or settings.episodes is not None:
+        return []
+    functions, others = parts.reward_functions()
+    others = [*try_rewards(functions, seen), *others]
+    return [f"rewards  not called on made responses: {', '.join(others)}"] if others else []
 
 
 def _tried(check: Callable[..., ResultT], *arguments: Any) -> ResultT | None:

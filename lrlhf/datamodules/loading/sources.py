@@ -29,7 +29,8 @@ from lrlhf.datamodules.loading.python_rows import (
     read_rows,
     summary,
 )
-from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow, nearest
+from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow
+from lrlhf.options.errors import nearest_path
 from lrlhf.secrets import hide
 
 Row = Mapping[str, Any]
@@ -380,15 +381,6 @@ def _files(source: str, paths: Sequence[Path], what: str) -> tuple[Source, ...]:
             f"{', '.join(sorted(FORMATS))}, each optionally with .gz or .zst"
         )
     return tuple(FileSource(str(path)) for path in files)
-
-
-def nearest_path(path: Path) -> str:
-    """Say which entry beside a missing path has the nearest name, or where it was looked for."""
-    folder = path.parent
-    if not folder.is_dir():
-        return f" (nor is there a folder {str(folder)!r})"
-    near = nearest(path.name, (entry.name for entry in folder.iterdir()))
-    return near or f" in {str(folder.resolve())!r}"
 
 
 logger = logging.getLogger(__name__)

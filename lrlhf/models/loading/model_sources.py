@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from lrlhf.foreign_files import TRUST_FLAG
+from lrlhf.options.errors import no_package
 from lrlhf.torch_internals import READERS_OF_PICKLES
 
 _logger = logging.getLogger(__name__)
@@ -170,11 +171,7 @@ def _path_in_package(source: str) -> Path:
     if spec is not None and spec.submodule_search_locations:
         root = Path(next(iter(spec.submodule_search_locations)), *within)
     if root is None or not root.is_dir():
-        distribution = module.split(".")[0].replace("_", "-") or "<name>"
-        raise SourceError(
-            f"source {source!r}: the package {module!r} is not installed. "
-            f"Run `pip install --no-deps {distribution}`."
-        )
+        raise SourceError(no_package(source, outermost))
     path = root / inner
     if not path.exists():
         raise SourceError(

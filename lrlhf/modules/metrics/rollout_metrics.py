@@ -181,8 +181,50 @@ def explained_variance(error_std: float, return_std: float) -> float:
 
 logger = logging.getLogger(__name__)
 
+_FIRST = 2
 _ITERATIONS = 5
 _RESPONSES = 64
+
+
+class FirstResponses:
+    """Says once if all responses of the first two iterations are cut off, or all groups equal."""
+
+    def __init__(self, max_new_tokens: int) -> None:
+        self._max_new_tokens = max_new_tokens
+        self._iterations = 0
+        self._responses = self._groups = 0
+        self._all_cut_off = self._all_equal = True
+
+    def observe(self, truncated: Tensor, informative: Tensor, *, num_generations: int) -> None:
+        """Take in an iteration of this process.
+
+        Args:
+            truncated: `[B]`.
+            informative: `[P]`, see `informative_groups`.
+            num_generations: Responses per prompt.
+        """
+        self._iterations += 1
+        if self._iterations > _FIRST:
+            return
+        self._responses += len(truncated)
+        self._groups += len(informative)
+        self._all_cut_off &= bool(truncated.all())
+        self._all_equal &= num_generations > 1 and not bool(informative.any())
+        if self._iterations < _FIRST:
+            return
+        if self._all_cut_off:
+            logger.warning(
+                "%d of %d responses of the first %d steps were cut off at %d tokens: if they are "
+                "to end by themselves, raise sampling.max_new_tokens",
+                *(self._responses, self._responses, _FIRST, self._max_new_tokens),
+            )
+        if self._all_equal:
+            logger.warning(
+                "%d of %d groups of the first %d steps had equal rewards, so nothing was learnt: "
+                "take a reward that tells responses apart, easier prompts, or raise "
+                "sampling.temperature or num_generations",
+                *(self._groups, self._groups, _FIRST),
+            )
 
 
 class ConstantRewards:

@@ -291,17 +291,18 @@ class PairModule(SingleModelModule):
         values |= self._values.reduce(Collectives(self.trainer), self.device)
         self._values = MetricSums()
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if (self.trainer.global_step + 1) % max(1, every) == 0:
-            values |= self._training_values()
+        due = (self.trainer.global_step + 1) % max(1, every) == 0
+        if due or self.trainer.global_step == 0:  # the first to be seen at once; a row has it too
+            values |= self._training_values(keeps=not due)
             self.log("train/loss", values.pop("train/loss"), batch_size=1, prog_bar=True)
         self.log_dict(values, batch_size=1)
 
     def on_train_epoch_end(self) -> None:
         self.log_dict(self._training_values(), batch_size=1, sync_dist=True)
 
-    def _training_values(self) -> dict[str, float]:
+    def _training_values(self, *, keeps: bool = False) -> dict[str, float]:
         """Sum up the pairs since the last call, all ranks together; empty: there are none."""
-        summary = self._compute(self.train_metrics)
+        summary = self._compute(self.train_metrics, keeps=keeps)
         metrics = dict(summary.metrics)
         loss = {"train/loss": metrics.pop("loss")} if metrics else {}
         parts = {"": metrics} | self._by_source(summary, None)
@@ -344,10 +345,11 @@ class PairModule(SingleModelModule):
         return values
 
     @staticmethod
-    def _compute(metrics: RewardMetrics) -> RewardSummary:
+    def _compute(metrics: RewardMetrics, *, keeps: bool = False) -> RewardSummary:
         metrics.update_with_nothing()
         summary: RewardSummary = metrics.compute()
-        metrics.reset()
+        if not keeps:
+            metrics.reset()
         return summary
 
 

@@ -16,7 +16,7 @@ from lrlhf.datamodules.rows.chat import ChatFormat
 from lrlhf.datamodules.text import TextDataModule
 from lrlhf.functional.algorithm import Algorithm
 from lrlhf.functional.turns import turn_numbers, turn_sums
-from lrlhf.modules.metrics.rollout_metrics import ConstantRewards, measure_rollout
+from lrlhf.modules.metrics.rollout_metrics import ConstantRewards, FirstResponses, measure_rollout
 from lrlhf.modules.policy.experience import (
     as_experience,
     compute_advantages,
@@ -91,6 +91,7 @@ class Sampler:
         self._seed = seed
         self._ready = False
         self._constant = ConstantRewards()
+        self._first = FirstResponses(settings.sampling.max_new_tokens)
         check_engine(engine, settings)
         check_generating_ahead(settings, rewards)
         check_compared(rewards, settings.num_generations)
@@ -123,14 +124,16 @@ class Sampler:
             padding_rows = torch.zeros_like(trained.rollout.truncated)
         if not stored:
             _measure_age(trained.rollout, it)
+        informative, size = self._informative(measured), self._settings.num_generations
         measure_rollout(
             measured.rollout,
             measured.rewards,
             it.metrics,
-            num_generations=self._settings.num_generations,
-            informative=self._informative(measured),
+            num_generations=size,
+            informative=informative,
         )
         if isinstance(batch, PromptBatch):
+            self._first.observe(measured.rollout.truncated, informative, num_generations=size)
             chats = any(not isinstance(prompt, str) for prompt in batch.prompts)
             self._constant.observe(measured.rewards, chats=chats)
         self._engine.sleep()

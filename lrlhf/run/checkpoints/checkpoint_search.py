@@ -23,7 +23,7 @@ from lrlhf.run.collectives import from_rank_zero
 
 SUFFIX: Final = ".ckpt"
 # what damaged bytes make torch's reader of pickles say
-_UNREADABLE = (
+UNREADABLE = (
     *(RuntimeError, pickle.UnpicklingError, EOFError, OSError, ArithmeticError, AssertionError),
     *(AttributeError, LookupError, TypeError, ValueError),
 )
@@ -138,8 +138,8 @@ def _describe(path: Path) -> _Candidate:
     step = re.search(r"step=(\d+)", path.name)
     unread = _Candidate(path, int(step[1]) if step else -1, version)
     try:
-        content = _without_tensors(path)
-    except _UNREADABLE:
+        content = without_tensors(path)
+    except UNREADABLE:
         # its checksums tell what is damaged; classes of the user's own are no damage
         return unread
     if not isinstance(content, dict) or "state_dict" not in content:
@@ -149,7 +149,7 @@ def _describe(path: Path) -> _Candidate:
     return _Candidate(path, int(content.get("global_step", unread.step)), version, flaw, saved)
 
 
-def _without_tensors(path: Path) -> Any:
+def without_tensors(path: Path) -> Any:
     """Read a checkpoint, whose tensors stay where they are."""
     source = path / META_FILE if path.is_dir() else path
     return torch.load(source, map_location="meta", weights_only=True, mmap=not path.is_dir())
@@ -161,7 +161,7 @@ def ranking_states(path: Path) -> list[dict[str, Any]]:
     Args:
         path: Of a checkpoint that is whole.
     """
-    states = _without_tensors(path).get("callbacks", {}).values()
+    states = without_tensors(path).get("callbacks", {}).values()
     return [state for state in states if isinstance(state, dict) and state.get("best_k_models")]
 
 
