@@ -57,7 +57,9 @@ class Media:
         for part in parts:
             tokens.update(part.tokens)
         kinds = ("images", "videos", "audios", "names")
-        shown = {kind: tuple(chain.from_iterable(getattr(p, kind) for p in parts)) for kind in kinds}
+        shown = {
+            kind: tuple(chain.from_iterable(getattr(p, kind) for p in parts)) for kind in kinds
+        }
         return cls(
             tensors={}, tokens=dict(tokens), prompt_ids=tuple(prompt_ids), parts=(*parts,), **shown
         )
@@ -310,6 +312,8 @@ class Episode:
     """Closes the environment; None: there is nothing to close."""
     call_contents: tuple[tuple[int, str | None], ...] = ()
     """Numbers of the messages with calls, and what each says beside them; None: nobody can tell."""
+    images: tuple[Any, ...] = ()
+    """``PIL.Image``, RGB: what the bare parts of prompt and messages show, in order."""
 
     @property
     def turns(self) -> int:

@@ -24,6 +24,7 @@ from typing import Any
 from uuid import UUID
 
 import numpy as np
+from PIL import Image
 from torch import Tensor
 from transformers.utils.chat_template_utils import (
     DocstringParsingException,
@@ -33,6 +34,9 @@ from transformers.utils.chat_template_utils import (
 
 from lrlhf.environments.tool_calls import STRICT_JSON
 from lrlhf.functional.names import import_value
+from lrlhf.media.decode import MediaOptions
+from lrlhf.media.parts import kind_of, read_parts
+from lrlhf.types import Message
 
 JSON_TYPES: Mapping[type, str] = {
     str: "string",
@@ -312,6 +316,36 @@ def result_text(value: Any) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
+def result_content(value: Any, media: MediaOptions | None) -> str | list[Message]:
+    """Return a tool's result as a policy reads it that sees images.
+
+    Args:
+        value: An image (a ``PIL.Image``, or a part of a message with one), or a list of images,
+            texts and text parts. Anything else is text, see `result_text`.
+        media: How images are read; None: the policy reads text only.
+
+    Raises:
+        BadRow: See `lrlhf.media.parts.read_parts`.
+        UnreadableResultError: See `result_text`.
+    """
+    entries = value if isinstance(value, list | tuple) else [value]
+    if media is None or not any(map(_shows, entries)) or not all(map(_is_part, entries)):
+        return result_text(value)
+    texts = (result_text(entry) if isinstance(entry, str) else entry for entry in entries)
+    return read_parts([*texts], media)
+
+
+def _shows(entry: Any) -> bool:
+    typed = isinstance(entry, Mapping) and isinstance(entry.get("type"), str)
+    return isinstance(entry, Image.Image) or (typed and kind_of(entry) is not None)
+
+
+def _is_part(entry: Any) -> bool:
+    if isinstance(entry, Mapping) and entry.get("type") == "text":
+        return isinstance(entry.get("text"), str)
+    return _shows(entry) or isinstance(entry, str)
+
+
 def _plain(value: Any) -> Any:
     """Return all of a value as JSON holds it.
 
@@ -370,7 +404,8 @@ def _kind(value: Any) -> str:
 
 _INSTEAD = (
     "return a text, or what JSON can hold: numbers, lists and dicts with texts as keys (of a set "
-    "or a generator a list, of a data frame its records). Images are not shown in episodes"
+    "or a generator a list, of a data frame its records). Images, alone or in a list with texts, "
+    "are shown to policies that see them"
 )
 
 

@@ -96,7 +96,7 @@ def backbone_inputs(
     if not shown:
         return inputs
     if "mm_encoder_outputs" not in arguments:
-        return inputs | _joined(shown, _keys_of(shown), model.config.model_type)
+        return inputs | joined_tensors(shown, _keys_of(shown), model.config.model_type)
     positions = [key for key in _POSITION_KEYS if key in arguments]
     features = {
         kind: _features(body, kind, [entry for entry in shown if entry.tokens.get(kind)])
@@ -104,7 +104,7 @@ def backbone_inputs(
     }
     return {
         **inputs,
-        **_joined(shown, positions, model.config.model_type),
+        **joined_tensors(shown, positions, model.config.model_type),
         "mm_encoder_outputs": {
             kind: found for kind, found in features.items() if found is not None
         },
@@ -159,7 +159,7 @@ def media_position_ids(
     }
     known = inspect.signature(number).parameters
     shown = _pieces(media)
-    inputs |= dict.fromkeys(_POSITION_KEYS) | _joined(
+    inputs |= dict.fromkeys(_POSITION_KEYS) | joined_tensors(
         shown, _POSITION_KEYS, model.config.model_type
     )
     positions: Tensor = number(**{key: value for key, value in inputs.items() if key in known})
@@ -312,14 +312,15 @@ def _encode(body: PreTrainedModel, kind: str, media: Sequence[Media]) -> Any:
         raise ValueError(f"{type(body).__name__} takes no {kind}s; leave them out of the data")
     there = _keys_of(media)
     keys = [key for key in inspect.signature(encoder).parameters if key in there]
-    return encoder(**_joined(media, keys, body.config.model_type), return_dict=True)
+    return encoder(**joined_tensors(media, keys, body.config.model_type), return_dict=True)
 
 
 def _keys_of(media: Sequence[Media]) -> list[str]:
     return list(dict.fromkeys(key for entry in media for key in entry.tensors))
 
 
-def _joined(media: Sequence[Media], keys: Sequence[str], family: str) -> dict[str, Tensor]:
+def joined_tensors(media: Sequence[Media], keys: Sequence[str], family: str) -> dict[str, Tensor]:
+    """Join the inputs of a family's encoder, one after the other, filled up where it has to be."""
     nested = family in _NESTED_FAMILIES
     joined: dict[str, Tensor] = {}
     for key in keys:
