@@ -1,0 +1,214 @@
+"""Episodes that show images: rows are what processor and model make of the whole conversation.
+
+What is expected comes from one call of the model's own processor on the rendered conversation with
+all its images, and the model's own forward pass.
+"""
+
+import base64
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from lrlhf.datamodules.rows.chat import ChatFormat
+from lrlhf.datamodules.rows.collate import collate_prompts
+from lrlhf.environments import Episodes, TextEnvironment
+from lrlhf.environments.session import Reaction, TurnPrompt, TurnTokens
+from lrlhf.media import MediaOptions
+from lrlhf.models import allow_packing, sequence_logprobs
+from lrlhf.modules.policy.generate import PromptReader
+from lrlhf.modules.policy.load_policy import LoadedPolicy
+from lrlhf.rewards import Rewards
+from lrlhf.rollout import Collector, Sampling, TransformersEngine
+from lrlhf.rollout.engines.engine import RolloutEngine
+from lrlhf.rollout.episodes.episode_engine import EpisodeEngine
+from lrlhf.rollout.minibatches import minibatches, plan_micro_batches
+from lrlhf.types import PromptBatch, Rollout
+from tests.matrices import few_of
+from tests.models.test_packing import assert_same_gradients, gradients
+from tests.rollout.scripted_engine import ScriptedEngine
+from tests.vlms import Vlm, build_vlm, never_said, picture
+
+ALONE = ("qwen2_vl", "qwen2_5_vl", "idefics3", "qwen3_vl", "llava", "smolvlm")
+"""Families that encode an image alone as beside others."""
+LONG = Sampling(max_new_tokens=400)
+
+
+@pytest.fixture(params=few_of(ALONE, ("qwen2_vl", "qwen2_5_vl", "idefics3")))
+def vlm(request: pytest.FixtureRequest) -> Vlm:
+    return build_vlm(request.param)
+
+
+def prompts_of(vlm: Vlm, *shown: Sequence[int]) -> PromptBatch:
+    """A question about the pictures of some seeds each, as the data module reads it."""
+    reader = PromptReader(LoadedPolicy(*vlm))
+    rows = [
+        {"prompt": [{"role": "user", "content": "look"}], "images": [picture(s) for s in seeds]}
+        for seeds in shown
+    ]
+    return collate_prompts([reader.read(row) for row in rows], int(vlm.tokenizer.pad_token_id))
+
+
+def play(
+    vlm: Vlm,
+    engine: RolloutEngine,
+    prompts: PromptBatch,
+    *,
+    sampling: Sampling = LONG,
+    num_generations: int = 1,
+    media: MediaOptions = MediaOptions(),
+    **options: Any,
+) -> Rollout:
+    episodes = EpisodeEngine(engine, Episodes(**options))
+    episodes.attach(*vlm)
+    episodes.use_chat(ChatFormat(vlm.tokenizer), media)
+    seeds = range(len(prompts) * num_generations)
+    return episodes.generate(prompts, sampling, num_generations=num_generations, seeds=seeds)
+
+
+def data_url(image: Image.Image) -> str:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+class Album(TextEnvironment):
+    """Shows the pictures 10, 11 and 12, and twice 13, in all forms."""
+
+    def reset(self, images: list[Image.Image]) -> Any:
+        self.steps = 0
+        self.told = [image.size for image in images]
+        return ["first", picture(10)]
+
+    def step(self, action: str) -> Any:
+        self.steps += 1
+        return [
+            None,
+            picture(11),
+            [{"type": "text", "text": "<image> two:"}, {"type": "image", "image": array(12)}],
+            [
+                {"type": "image_url", "image_url": {"url": data_url(picture(13))}},
+                "and",
+                picture(13),
+            ],
+            "only text",
+            None,
+        ][self.steps]
+
+
+def array(seed: int) -> np.ndarray:
+    return np.asarray(picture(seed))
+
+
+SHOWN = ([10], [11], [12], [13, 13], [])
+
+
+def conversation(prompt: Sequence[int], turns: int, say: str) -> tuple[list[Any], list[int]]:
+    """The messages of an episode with `Album`, and the seeds of its pictures."""
+    image: dict[str, Any] = {"type": "image"}
+
+    def text(value: str) -> dict[str, Any]:
+        return {"type": "text", "text": value}
+
+    messages: list[Any] = [
+        {"role": "user", "content": [*[image] * len(prompt), text("look"), text("first"), image]}
+    ]
+    observed = [[image], [text("<image> two:"), image], [image, text("and"), image]]
+    for turn in range(turns):
+        messages.append({"role": "assistant", "content": say})
+        if turn < turns - 1:
+            content = observed[turn] if turn < 3 else "only text"
+            messages.append({"role": "user", "content": content})
+    return messages, [*prompt, *(seed for seeds in SHOWN[:turns] for seed in seeds)]
+
+
+def plain(vlm: Vlm, ids: Sequence[int], seeds: Sequence[int]) -> Tensor:
+    """Log-probabilities of a row's tokens `[L]`, by the model itself with all pictures at once."""
+    marks = vlm.processor.markers["image"] * len(seeds)
+    shown = dict(
+        vlm.processor.processor(text=[marks or "a"], return_tensors="pt", **images_of(seeds))
+    )
+    row = torch.tensor([list(ids)])
+    inputs = {key: value for key, value in shown.items() if "ids" not in key and "mask" not in key}
+    if "pixel_attention_mask" in shown:
+        inputs["pixel_attention_mask"] = shown["pixel_attention_mask"]
+    if "mm_token_type_ids" in shown:
+        inputs["mm_token_type_ids"] = (row == vlm.processor.placeholders["image"]).long()
+    with torch.no_grad():
+        logits = vlm.model(input_ids=row, attention_mask=torch.ones_like(row), **inputs).logits[0]
+    logits[:, never_said(vlm)] = -torch.inf
+    logprobs = logits.log_softmax(-1)[:-1].gather(1, row[0, 1:, None])[:, 0]
+    return torch.cat([torch.zeros(1), logprobs])
+
+
+def images_of(seeds: Sequence[int]) -> dict[str, Any]:
+    return {"images": [picture(seed) for seed in seeds]} if seeds else {}
+
+
+def rows_of(rollout: Rollout) -> list[list[int]]:
+    pairs = zip(rollout.input_ids, rollout.attention_mask, strict=True)
+    return [ids[mask].tolist() for ids, mask in pairs]
+
+
+def test_a_row_is_what_the_processor_makes_of_the_conversation_at_once(vlm: Vlm) -> None:
+    engine = ScriptedEngine(lambda _: "ok<|im_end|>")
+    # of different numbers of pictures, and none
+    prompts = [[0], [], [1, 2]]
+    rollout = play(vlm, engine, prompts_of(vlm, *prompts), environment=Album, max_turns=5)
+    for row, seeds in enumerate(prompts):
+        messages, shown = conversation(seeds, 5, "ok")
+        text = ChatFormat(vlm.tokenizer).render(messages, {}, prompt=False)
+        processor = vlm.processor._reader_of(text)
+        expected = processor(text=[text], return_tensors="pt", **images_of(shown))["input_ids"][0]
+        ids = rows_of(rollout)[row]
+        assert ids == expected.tolist()[: len(ids)]
+        assert expected.tolist()[len(ids) :] in ([], vlm.tokenizer("\n")["input_ids"])
+        assert rollout.episodes is not None
+        assert rollout.episodes[row].environment.told == [picture(seed).size for seed in seeds]
+    assert_plain(vlm, rollout, [conversation(seeds, 5, "")[1] for seeds in prompts])
+
+
+def assert_plain(vlm: Vlm, rollout: Rollout, seeds: Sequence[Sequence[int]]) -> None:
+    """Compare the trainer's log-probabilities, padded and packed, with the model's own."""
+    for packed in (False, True):
+        if packed and not allow_packing(vlm.model):
+            pytest.skip("not packed")
+        with torch.no_grad():
+            trained = sequence_logprobs(vlm.model, rollout)
+        for row, shown in enumerate(seeds):
+            expected, mask = plain(vlm, rows_of(rollout)[row], shown), rollout.response_mask[row]
+            torch.testing.assert_close(
+                trained[row][mask], expected[mask[: len(expected)]], rtol=0, atol=1e-5
+            )
+
+
+def test_turns_are_sampled_with_the_policys_probabilities(vlm: Vlm) -> None:
+    sampling = Sampling(max_new_tokens=300)
+    prompts = prompts_of(vlm, [0], [1, 2])
+    rollout = play(
+        vlm,
+        TransformersEngine(),
+        prompts,
+        sampling=sampling,
+        num_generations=2,
+        environment=Album,
+        max_turns=4,
+        max_turn_tokens=3,
+    )
+    shown = [[*seeds, 10, 11, 12, 13, 13] for seeds in ([0], [0], [1, 2], [1, 2])]
+    assert [one.finish_reason for one in rollout.episodes or ()] == ["max_turns"] * 4
+    assert_plain(vlm, rollout, shown)
+    with torch.no_grad():
+        trained = sequence_logprobs(vlm.model, rollout)
+    torch.testing.assert_close(
+        rollout.sampling_logprobs[rollout.response_mask],
+        trained[rollout.response_mask],
+        rtol=0,
+        atol=1e-5,
+    )
