@@ -6,7 +6,7 @@ all its images, and the model's own forward pass.
 
 import base64
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lrlhf.datamodules.rows.chat import ChatFormat
 from lrlhf.datamodules.rows.collate import collate_prompts
@@ -22,17 +23,17 @@ from lrlhf.environments import Episodes, TextEnvironment
 from lrlhf.environments.session import Reaction, TurnPrompt, TurnTokens
 from lrlhf.media import MediaOptions
 from lrlhf.models import allow_packing, sequence_logprobs
+from lrlhf.models.packed.packing import compact, find_trees
 from lrlhf.modules.policy.generate import PromptReader
 from lrlhf.modules.policy.load_policy import LoadedPolicy
-from lrlhf.rewards import Rewards
-from lrlhf.rollout import Collector, Sampling, TransformersEngine
+from lrlhf.rollout import Sampling, TransformersEngine
 from lrlhf.rollout.engines.engine import RolloutEngine
 from lrlhf.rollout.episodes.episode_engine import EpisodeEngine
-from lrlhf.rollout.minibatches import minibatches, plan_micro_batches
 from lrlhf.types import PromptBatch, Rollout
 from tests.matrices import few_of
 from tests.models.test_packing import assert_same_gradients, gradients
 from tests.rollout.scripted_engine import ScriptedEngine
+from tests.rollout.test_forks import contexts
 from tests.vlms import Vlm, build_vlm, never_said, picture
 
 ALONE = ("qwen2_vl", "qwen2_5_vl", "idefics3", "qwen3_vl", "llava", "smolvlm")
@@ -212,3 +213,152 @@ def test_turns_are_sampled_with_the_policys_probabilities(vlm: Vlm) -> None:
         rtol=0,
         atol=1e-5,
     )
+
+
+class Agent:
+    """Sends what a script says; the interface of a session."""
+
+    has_rewards = False
+    tools: tuple[Any, ...] = ()
+    environment = None
+
+    def __init__(self, *requests: TurnPrompt) -> None:
+        self.requests = list(requests)
+
+    async def open(self, row: Any) -> TurnPrompt:
+        return self.requests.pop(0)
+
+    async def react(self, text: str, raw: str, tokens: TurnTokens | None = None) -> Reaction:
+        if not self.requests:
+            return Reaction((), (), 0.0, "stop")
+        return Reaction((), (), 0.0, None, self.requests.pop(0))
+
+    async def outcome(self) -> float:
+        return 0.0
+
+    async def close(self) -> None:
+        return None
+
+
+def request(*contents: Any) -> TurnPrompt:
+    """Messages of user and policy in turn; a number is the picture of that seed."""
+    messages: list[Any] = []
+    for place, content in enumerate(contents):
+        parts = [
+            {"type": "text", "text": part}
+            if isinstance(part, str)
+            else {"type": "image", "image": picture(part)}
+            for part in ([content] if isinstance(content, str) else content)
+        ]
+        role = ("user", "assistant")[place % 2]
+        messages.append({"role": role, "content": content if isinstance(content, str) else parts})
+    return TurnPrompt(tuple(messages))
+
+
+REQUESTS: list[tuple[Any, ...]] = [
+    ([0, "one"],),
+    ([0, "one"], "w", [1, "two"]),  # goes on
+    ([0, "one"], "w", [5, "two"]),  # another picture of the same size
+    ([4, "one"], "w", [1, "two"]),
+    ([0, "one"], "rewritten", [1, 2, "three"]),
+    ("nothing",),
+    ([0, "one"], "w", [1, "two"], "w", [3]),
+]
+
+
+def branching(vlm: Vlm, monkeypatch: pytest.MonkeyPatch, *, num_generations: int = 1) -> Rollout:
+    session = "lrlhf.rollout.episodes.episode_engine.Session"
+    scripts = iter([REQUESTS, [*REQUESTS[:2], *REQUESTS[4:]], REQUESTS[2:4]])
+
+    def agent(*_: Any, **__: Any) -> Agent:
+        return Agent(*(request(*contents) for contents in next(scripts)))
+
+    monkeypatch.setattr(session, agent)
+    return play(
+        vlm,
+        ScriptedEngine(lambda _: "w<|im_end|>"),
+        prompts_of(vlm, []),
+        num_generations=num_generations,
+        environment=Album,
+        history="template",
+        sampling=Sampling(max_new_tokens=2000),
+    )
+
+
+def test_each_turn_follows_what_its_prompt_shows(vlm: Vlm, monkeypatch: pytest.MonkeyPatch) -> None:
+    rollout = branching(vlm, monkeypatch)
+    assert rollout.forks is not None
+    (episode,) = rollout.episodes or ()
+    assert (episode.finish_reason, episode.failure) == ("stop", "")
+    turns = list(zip(*[iter(contexts(rollout, 0))] * 2, strict=True))  # "w" and its end
+    assert len(turns) == len(REQUESTS)
+    with torch.no_grad():
+        padded = sequence_logprobs(vlm.model, rollout)[rollout.response_mask].view(-1, 2)
+        assert allow_packing(vlm.model)
+        packed = sequence_logprobs(vlm.model, rollout)[rollout.response_mask].view(-1, 2)
+    for contents, ((before, first), (_, second)), *trained in zip(
+        REQUESTS, turns, padded, packed, strict=True
+    ):
+        seeds = [part for own in contents for part in own if isinstance(part, int)]
+        messages = [
+            {
+                **message,
+                "content": [
+                    {"type": part["type"], **({"text": part["text"]} if "text" in part else {})}
+                    for part in message["content"]
+                ]
+                if isinstance(message["content"], list)
+                else message["content"],
+            }
+            for message in request(*contents).messages
+        ]
+        text = ChatFormat(vlm.tokenizer).render(messages, {}, prompt=True)
+        expected = vlm.processor.processor(text=[text], **images_of(seeds))["input_ids"][0]
+        assert before == list(expected)
+        own = plain(vlm, [*before, *first, *second], seeds)[-2:]
+        for values in trained:
+            torch.testing.assert_close(values, own, rtol=0, atol=1e-5)
+
+
+def test_padding_order_packing_and_micro_batches_change_no_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    vlm = build_vlm("qwen2_vl")
+    rollout = branching(vlm, monkeypatch, num_generations=3)
+    assert len(rollout) == 3
+
+    def logprobs(*parts: Rollout) -> Tensor:
+        values = [sequence_logprobs(vlm.model, part)[part.response_mask] for part in parts]
+        return torch.cat(values)
+
+    rows = [rollout.select(torch.tensor([row])) for row in range(3)]
+    expected = gradients(vlm.model, lambda: logprobs(*rows))
+    wider = {name: pad(getattr(rollout, name), (0, 3)) for name in ("input_ids", "forks")}
+    masks = {
+        name: pad(getattr(rollout, name), (0, 3)) for name in ("attention_mask", "response_mask")
+    }
+    padded = replace(rollout, **wider, **masks)
+    order = torch.tensor([2, 0, 1])
+
+    def reordered() -> Tensor:
+        batch = rollout.select(order)
+        values = sequence_logprobs(vlm.model, batch)
+        return torch.cat([values[row][batch.response_mask[row]] for row in order.argsort()])
+
+    for packed in (False, True):
+        if packed:
+            assert allow_packing(vlm.model)
+        for compute in (lambda: logprobs(padded), reordered, lambda: logprobs(*rows)):
+            assert_same_gradients(gradients(vlm.model, compute), expected, atol=2e-5)
+    # what the rows begin with is computed once, pictures included
+    (tree,) = find_trees(
+        compact(rollout.input_ids, rollout.attention_mask, rollout.forks),
+        rollout.group_ids,
+        rollout.media,
+        vlm.processor.placeholders,
+    )
+    assert len(tree.rows) == 3
+    _, marks = vlm.processor.encode(vlm.processor.written["image"], [picture(0)], [])
+    shared = rollout.input_ids[0, : tree.prefix] == vlm.processor.placeholders["image"]
+    assert int(shared.sum()) == marks.tokens["image"]
+    assert tree.tokens < int(rollout.attention_mask.sum())
