@@ -63,12 +63,12 @@ def play(
     *,
     sampling: Sampling = LONG,
     num_generations: int = 1,
-    media: MediaOptions = MediaOptions(),
+    media: MediaOptions | None = None,
     **options: Any,
 ) -> Rollout:
     episodes = EpisodeEngine(engine, Episodes(**options))
     episodes.attach(*vlm)
-    episodes.use_chat(ChatFormat(vlm.tokenizer), media)
+    episodes.use_chat(ChatFormat(vlm.tokenizer), media or MediaOptions())
     seeds = range(len(prompts) * num_generations)
     return episodes.generate(prompts, sampling, num_generations=num_generations, seeds=seeds)
 
@@ -333,11 +333,8 @@ def test_padding_order_packing_and_micro_batches_change_no_gradient(
 
     rows = [rollout.select(torch.tensor([row])) for row in range(3)]
     expected = gradients(vlm.model, lambda: logprobs(*rows))
-    wider = {name: pad(getattr(rollout, name), (0, 3)) for name in ("input_ids", "forks")}
-    masks = {
-        name: pad(getattr(rollout, name), (0, 3)) for name in ("attention_mask", "response_mask")
-    }
-    padded = replace(rollout, **wider, **masks)
+    names = ("input_ids", "forks", "attention_mask", "response_mask")
+    padded = replace(rollout, **{name: pad(getattr(rollout, name), (0, 3)) for name in names})
     order = torch.tensor([2, 0, 1])
 
     def reordered() -> Tensor:

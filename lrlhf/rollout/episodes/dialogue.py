@@ -70,13 +70,6 @@ class ImageTokenizer:
         """Whether images of a text can be encoded one by one."""
         return self._processor is not None and self._processor.encodes_images_alone
 
-    def written(self, content: Content) -> str:
-        """Return content as plain text, with the model's own marks of images."""
-        if isinstance(content, str):
-            return content
-        mark = "" if self._processor is None else self._processor.written["image"]
-        return "".join(mark if part["type"] == "image" else part["text"] for part in content)
-
     def tokens(self, ids: list[int], images: Sequence[Image.Image]) -> ContextTokens:
         """Return tokens in which each image has as many as the model reads of it.
 
@@ -174,12 +167,9 @@ class DialogueTokenizer:
             MediaError: See `ImageTokenizer.tokens`.
         """
         if isinstance(prompt, str):
-            text = self.images.written(observation or "")
-            shown = [{"role": "user", "content": observation or ""}]
-            more = self.images.tokens(self._continuation(text), without_images(shown)[1])
-            before = len(tokens.ids)
-            media = ((before + start, length, each) for start, length, each in more.media)
-            return prompt + text, ContextTokens([*tokens.ids, *more.ids], (*tokens.media, *media))
+            text = _plain_text(observation or "")
+            more = self.images.tokens(self._continuation(text), ())
+            return prompt + text, ContextTokens([*tokens.ids, *more.ids], tokens.media)
         shows_alone = tokens.media and not self.images.follows
         if observation is None and (shows_alone or not row.get("tools")):
             return prompt, tokens
@@ -209,10 +199,9 @@ class DialogueTokenizer:
             RefusedTurnsError: It refuses this conversation.
             MediaError: See `ImageTokenizer.tokens`.
         """
-        shown = without_images(new)[1]
         if isinstance(prompt, str):
-            text = "".join(self.images.written(message["content"]) for message in new)
-            return self.images.tokens(self._continuation(text), shown)
+            text = "".join(_plain_text(message["content"]) for message in new)
+            return self.images.tokens(self._continuation(text), ())
         before = [*prompt, *history[:-1], {"role": "assistant", "content": _MARK}]
         text = self._rendered([*before, *new], row)
         if text.count(_MARK) != 1:
@@ -237,7 +226,7 @@ class DialogueTokenizer:
             first, match, remaining = observation.partition(end)
             if match and self._marks.issuperset(self._encoded(first.strip())):
                 observation = remaining
-        return self.images.tokens(self._continuation(observation), shown)
+        return self.images.tokens(self._continuation(observation), without_images(new)[1])
 
     def conversation_tokens(
         self,
@@ -361,6 +350,16 @@ def _with_observation(prompt: Sequence[Message], observation: Content) -> tuple[
     if isinstance(content, str) and isinstance(observation, str):
         return (*prompt[:-1], {**last, "content": content + observation})
     return (*prompt[:-1], {**last, "content": [*_as_parts(content), *_as_parts(observation)]})
+
+
+def _plain_text(content: Content) -> str:
+    if isinstance(content, str):
+        return content
+    raise MediaError(
+        "images behind plain text",
+        "an environment shows an image behind a prompt that is plain text",
+        remedy="give chats (data.as_chat: true)",
+    )
 
 
 def _as_parts(content: Content) -> list[Message]:

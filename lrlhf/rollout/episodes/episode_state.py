@@ -123,11 +123,13 @@ class EpisodeState:
 
     @property
     def row_media(self) -> Media | None:
-        """What the complete row shows, the prompt and each branch included."""
+        """What the complete row shows, the prompt and each branch included; ids of the prompt."""
         own = [(column, *self._media[column]) for column in sorted(self._media)]
         if len(own) == 1 and own[0][1] == len(self.prompt_ids):
             return own[0][2]  # the media of the data, which the group's rows share
-        return Media.joined([media for _, _, media in own], ()) if own else None
+        prompt = self.prompt_tokens.row_media
+        ids = self.prompt_ids if prompt is None else prompt.prompt_ids
+        return Media.joined([media for _, _, media in own], ids) if own else None
 
     @property
     def turns(self) -> int:
