@@ -5,9 +5,14 @@ all its images, and the model's own forward pass.
 """
 
 import base64
+import copy
 import io
+import json
+import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,14 +26,17 @@ from lrlhf.datamodules.rows.chat import ChatFormat
 from lrlhf.datamodules.rows.collate import collate_prompts
 from lrlhf.environments import Episodes, TextEnvironment
 from lrlhf.environments.session import Reaction, TurnPrompt, TurnTokens
-from lrlhf.media import MediaOptions
+from lrlhf.guard.dump import StepBundle, read_bundle, write_bundle
+from lrlhf.media import MediaOptions, MediaProcessor
 from lrlhf.models import allow_packing, sequence_logprobs
 from lrlhf.models.packed.packing import compact, find_trees
 from lrlhf.modules.policy.generate import PromptReader
 from lrlhf.modules.policy.load_policy import LoadedPolicy
-from lrlhf.rollout import Sampling, TransformersEngine
+from lrlhf.rewards import Rewards
+from lrlhf.rollout import Collector, RolloutQueue, Sampling, TransformersEngine
 from lrlhf.rollout.engines.engine import RolloutEngine
 from lrlhf.rollout.episodes.episode_engine import EpisodeEngine
+from lrlhf.rollout.storage import load_rollout, save_rollout
 from lrlhf.types import PromptBatch, Rollout
 from tests.matrices import few_of
 from tests.models.test_packing import assert_same_gradients, gradients
@@ -36,7 +44,16 @@ from tests.rollout.scripted_engine import ScriptedEngine
 from tests.rollout.test_forks import contexts
 from tests.vlms import Vlm, build_vlm, never_said, picture
 
-ALONE = ("qwen2_vl", "qwen2_5_vl", "idefics3", "qwen3_vl", "llava", "smolvlm")
+ALONE = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "idefics3",
+    "qwen3_vl",
+    "llava",
+    "smolvlm",
+    "llava_onevision",
+    "gemma3",
+)
 """Families that encode an image alone as beside others."""
 LONG = Sampling(max_new_tokens=400)
 
@@ -139,8 +156,8 @@ def plain(vlm: Vlm, ids: Sequence[int], seeds: Sequence[int]) -> Tensor:
     inputs = {key: value for key, value in shown.items() if "ids" not in key and "mask" not in key}
     if "pixel_attention_mask" in shown:
         inputs["pixel_attention_mask"] = shown["pixel_attention_mask"]
-    if "mm_token_type_ids" in shown:
-        inputs["mm_token_type_ids"] = (row == vlm.processor.placeholders["image"]).long()
+    for name in {"mm_token_type_ids", "token_type_ids"} & shown.keys():
+        inputs[name] = (row == vlm.processor.placeholders["image"]).long()
     with torch.no_grad():
         logits = vlm.model(input_ids=row, attention_mask=torch.ones_like(row), **inputs).logits[0]
     logits[:, never_said(vlm)] = -torch.inf
@@ -359,3 +376,179 @@ def test_padding_order_packing_and_micro_batches_change_no_gradient(
     shared = rollout.input_ids[0, : tree.prefix] == vlm.processor.placeholders["image"]
     assert int(shared.sum()) == marks.tokens["image"]
     assert tree.tokens < int(rollout.attention_mask.sum())
+
+
+class Shows(TextEnvironment):
+    """Shows what a test wants behind the first turn."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def step(self, action: str) -> Any:
+        value, self.value = self.value, None
+        return value
+
+
+def film() -> dict[str, Any]:
+    return {"type": "video", "video": [picture(0)]}
+
+
+SMALL = Image.new("1", (9000, 9000))  # 81 million pixels in few bytes
+UNUSABLE: list[tuple[Any, str]] = [
+    ([{"type": "image", "image": b"no picture"}], "broken image"),
+    ([{"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}], "remote file"),
+    ([{"type": "image", "path": "/etc/hostname"}], "there is no media.root"),
+    ([{"type": "image", "path": "file:///etc/hostname"}], "there is no media.root"),
+    ([film()], "episodes show images, and no videos"),
+    ([{"type": "image"}], "a part of type 'image' has no image"),
+    ([SMALL, SMALL], "is the most that one message shows"),
+    ([picture(0), 3], "Image that JSON has no form for|Image.*, which JSON has no form for"),
+    ({"type": "image", "image": np.zeros((4, 4))}, "an image is a uint8 array"),
+]
+
+
+@pytest.mark.parametrize(("value", "problem"), UNUSABLE)
+def test_what_cannot_be_shown_fails_its_episode_by_name(value: Any, problem: str) -> None:
+    vlm = build_vlm("qwen2_vl")
+    engine = ScriptedEngine(lambda _: "ok<|im_end|>")
+    rollout = play(vlm, engine, prompts_of(vlm, [0]), environment=Shows, options={"value": value})
+    (episode,) = rollout.episodes or ()
+    assert episode.finish_reason == "failed"
+    assert re.search(problem, episode.failure), episode.failure
+
+
+def test_files_are_shown_below_the_root_alone(tmp_path: Path) -> None:
+    vlm = build_vlm("qwen2_vl")
+    (tmp_path / "root").mkdir()
+    picture(11).save(tmp_path / "root" / "in.png")
+    picture(12).save(tmp_path / "out.png")
+    media = MediaOptions(root=str(tmp_path / "root"), max_pixels=900)
+    reasons = []
+    for name in ("in.png", "../out.png", str(tmp_path / "out.png")):
+        value = {"type": "image", "image": name}
+        rollout = play(
+            vlm,
+            ScriptedEngine(lambda _: "ok<|im_end|>"),
+            prompts_of(vlm, []),
+            media=media,
+            environment=Shows,
+            options={"value": value},
+        )
+        (episode,) = rollout.episodes or ()
+        reasons.append((episode.finish_reason, "leads to" in episode.failure))
+        if name == "in.png":
+            (shown,) = episode.images
+            assert shown.width * shown.height <= 900
+    assert reasons == [("done", False), ("failed", True), ("failed", True)]
+
+
+def test_a_processor_that_writes_letters_around_images_shows_those_of_the_data_only() -> None:
+    own = build_vlm("gemma3")
+    assert own.processor.encodes_images_alone
+    processor = copy.deepcopy(own.processor.processor)
+    # as in Gemma's vocabulary: two line ends around an image may become one token with a third
+    vars(processor)["tokenizer"].add_tokens(["\n\n\n"])
+    vlm = own._replace(processor=MediaProcessor.of(processor, own.model.config))
+    assert not vlm.processor.encodes_images_alone
+    engine = ScriptedEngine(lambda _: "ok<|im_end|>")
+    values = (picture(1), "text")
+    image, text = (
+        play(vlm, engine, prompts_of(vlm, [0]), environment=Shows, options={"value": value})
+        for value in values
+    )
+    (episode,) = image.episodes or ()
+    assert "encodes an image by itself otherwise than beside others" in episode.failure
+    assert [one.finish_reason for one in text.episodes or ()] == ["done"]
+
+
+def test_a_text_model_is_shown_no_image_and_plain_text_none_behind_it() -> None:
+    vlm = build_vlm("qwen2_vl")
+    engine = ScriptedEngine(lambda _: "ok<|im_end|>")
+    options: dict[str, Any] = {"environment": Shows, "options": {"value": [picture(0)]}}
+    blind = play(Vlm(vlm.model, vlm.tokenizer, None), engine, prompts_of(vlm, []), **options)  # type: ignore[arg-type]
+    plain_text = replace(prompts_of(vlm, []), prompts=("look",))
+    behind = play(vlm, engine, plain_text, **options)
+    failures = [episode.failure for one in (blind, behind) for episode in one.episodes or ()]
+    assert failures[0] == "step() returned a list, not text or None"
+    assert "behind a prompt that is plain text" in failures[1]
+
+
+def test_rewards_get_all_images_in_order_and_records_name_them() -> None:
+    vlm = build_vlm("qwen2_vl")
+    seen: list[Any] = []
+
+    def judge(images: Any, prompts: Any, completions: Any, **_: Any) -> list[float]:
+        seen.extend(zip(images, prompts, completions, strict=True))
+        return [1.0] * len(images)
+
+    episodes = EpisodeEngine(
+        ScriptedEngine(lambda _: "ok<|im_end|>"), Episodes(environment=Album, max_turns=4)
+    )
+    episodes.attach(*vlm)
+    episodes.use_chat(ChatFormat(vlm.tokenizer))
+    collector = Collector(episodes, Rewards([judge]), vlm.tokenizer, shows_media=True)
+    collected = collector.collect(
+        prompts_of(vlm, [0], [1, 2]), LONG, seeds=range(4), step=0, phase=lambda _: nullcontext()
+    )
+    expected = [[*seeds, 10, 11, 12, 13, 13] for seeds in ([0], [0], [1, 2], [1, 2])]
+    for (images, prompt, completion), seeds, record in zip(
+        seen, expected, collected.records, strict=True
+    ):
+        assert [np.array_equal(one, picture(seed)) for one, seed in zip(images, seeds, strict=True)]
+        parts = [
+            part
+            for turn in (*prompt, *completion)
+            if isinstance(turn["content"], list)
+            for part in turn["content"]
+        ]
+        assert parts.count({"type": "image"}) == len(seeds)
+        assert json.loads(json.dumps(record)) == record
+        assert len(record["media"]) == len(seeds)
+
+
+def test_stored_rollouts_and_checkpoints_hold_what_episodes_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vlm = build_vlm("qwen2_vl")
+    rollout = replace(branching(vlm, monkeypatch, num_generations=3), episodes=None)
+    with torch.no_grad():
+        expected = sequence_logprobs(vlm.model, rollout)
+    path = tmp_path / "rollout.safetensors"
+    save_rollout(path, rollout, torch.zeros(3), [{}] * 3)
+    bundle = StepBundle(stage="policy", batches={"rows": rollout}, seeds=[], context={})
+    write_bundle(tmp_path, 0, bundle)
+    for again in (load_rollout(path).rollout, read_bundle(tmp_path, 0).batches["rows"]):
+        with torch.no_grad():
+            assert torch.equal(sequence_logprobs(vlm.model, again), expected)
+        first = [entry.pieces[0] for entry in again.media]
+        assert first[0] is first[1]  # an image is stored once
+
+
+def test_images_of_responses_generated_ahead_are_in_a_checkpoint() -> None:
+    vlm = build_vlm("qwen2_vl")
+    prompts = prompts_of(vlm, [0], [])
+    engine = EpisodeEngine(ScriptedEngine(lambda _: "ok<|im_end|>"), Episodes(environment=Album))
+    engine.attach(*vlm)
+    engine.use_chat(ChatFormat(vlm.tokenizer))
+
+    def queue() -> RolloutQueue:
+        return RolloutQueue(engine, 1)
+
+    ahead = queue()
+    ahead.start(1, prompts, LONG, num_generations=2, seeds=range(4))
+    file = io.BytesIO()
+    torch.save(ahead.state_dict(), file)
+    file.seek(0)
+    resumed = queue()
+    resumed.load_state_dict(torch.load(file, weights_only=True), torch.device("cpu"))
+    first, second = (
+        each.take(1, prompts, num_generations=2, any_rank=bool) for each in (ahead, resumed)
+    )
+    assert first is not None
+    assert second is not None
+    with torch.no_grad():
+        values = [sequence_logprobs(vlm.model, each) for each in (first, second)]
+    assert torch.equal(*values)
+    for one, other in zip(first.episodes or (), second.episodes or (), strict=True):
+        assert len(one.images) >= 5
+        assert all(map(np.array_equal, one.images, other.images))

@@ -16,6 +16,7 @@ from lrlhf.environments.settings import Episodes
 from lrlhf.media import Encoded, MediaError, MediaProcessor, MediaRefs
 from lrlhf.media.decode import BadRow
 from lrlhf.media.parts import without_images
+from lrlhf.media.refs import image_name
 from lrlhf.models import reader_of, unsplit, unsplit_places
 from lrlhf.rollout.engines.engine import RendersChat
 from lrlhf.rollout.episodes.episode_state import ContextTokens, EpisodeState
@@ -120,7 +121,7 @@ class ImageTokenizer:
                 [image],
                 [],
                 prompt_ids=[self._mark],
-                names=(f"image {key[:8]} of {image.width} x {image.height} pixels",),
+                names=(image_name(image),),
             )
         return known[key]
 
