@@ -6,6 +6,7 @@ methods, results as text, and the part of JSON schema that type hints need.
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import datetime
 import functools
@@ -14,7 +15,7 @@ import json
 import math
 import reprlib
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from enum import Enum
@@ -333,6 +334,25 @@ def result_content(value: Any, media: MediaOptions | None) -> str | list[Message
         return result_text(value)
     texts = (result_text(entry) if isinstance(entry, str) else entry for entry in entries)
     return read_parts([*texts], media)
+
+
+def mcp_content(blocks: Sequence[Mapping[str, Any]]) -> str | list[Any]:
+    """Return a result of the Model Context Protocol as `result_content` takes it.
+
+    Raises:
+        ValueError: A block is neither text nor an image.
+    """
+    parts: list[Any] = []
+    for block in blocks:
+        if block["type"] == "image":
+            # as bytes, which no text has a form for
+            parts.append({"type": "image", "image": base64.b64decode(block["data"])})
+            continue
+        parts.append(block.get("resource", block).get("text"))
+        if parts[-1] is None:
+            raise ValueError(f"content of type {block['type']}, no text and no image")
+    is_text = all(isinstance(part, str) for part in parts)
+    return "\n".join(filter(None, parts)) if is_text else parts
 
 
 def _shows(entry: Any) -> bool:

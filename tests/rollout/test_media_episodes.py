@@ -12,12 +12,14 @@ import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from openai import BadRequestError, OpenAI
 from PIL import Image
 from torch import Tensor
 from torch.nn.functional import pad
@@ -28,6 +30,7 @@ from lrlhf.environments import Episodes, TextEnvironment
 from lrlhf.environments.session import Reaction, TurnPrompt, TurnTokens
 from lrlhf.guard.dump import StepBundle, read_bundle, write_bundle
 from lrlhf.media import MediaOptions, MediaProcessor
+from lrlhf.media.parts import without_images
 from lrlhf.models import allow_packing, sequence_logprobs
 from lrlhf.models.packed.packing import compact, find_trees
 from lrlhf.modules.policy.generate import PromptReader
@@ -552,3 +555,71 @@ def test_images_of_responses_generated_ahead_are_in_a_checkpoint() -> None:
     for one, other in zip(first.episodes or (), second.episodes or (), strict=True):
         assert len(one.images) >= 5
         assert all(map(np.array_equal, one.images, other.images))
+
+
+class Noting(ScriptedEngine):
+    """Notes the prompts that it is given."""
+
+    def __init__(self, script: Any) -> None:
+        super().__init__(script)
+        self.prompts: list[PromptBatch] = []
+
+    def generate(self, prompts: PromptBatch, *arguments: Any, **options: Any) -> Rollout:
+        self.prompts.append(prompts)
+        return super().generate(prompts, *arguments, **options)
+
+
+def test_engines_that_count_for_themselves_get_one_token_for_each_image(
+    vlm: Vlm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Noting(lambda _: "w<|im_end|>")
+    monkeypatch.setattr(f"{__name__}.ScriptedEngine", lambda _: engine)
+    branching(vlm, monkeypatch)
+    assert len(engine.prompts) == len(REQUESTS)
+    for prompts, contents in zip(engine.prompts, REQUESTS, strict=True):
+        messages = without_images(request(*contents).messages)[0]
+        text = ChatFormat(vlm.tokenizer).render(messages, {}, prompt=True)
+        short = vlm.tokenizer(text, add_special_tokens=False)["input_ids"]
+        seeds = [part for own in contents for part in own if isinstance(part, int)]
+        (media,) = prompts.media or (None,)
+        if not seeds:
+            assert media is None
+            continue
+        assert media is not None
+        assert list(media.prompt_ids) == short
+        assert all(map(np.array_equal, media.images, map(picture, seeds)))
+        assert len(media.images) == len(seeds)
+
+
+def test_an_agent_shows_images_in_its_requests() -> None:
+    vlm = build_vlm("qwen2_vl")
+    refused: list[str] = []
+
+    def solve(images: Any, base_url: str, api_key: str, model: str) -> float:
+        def part(url: str) -> dict[str, Any]:
+            return {"type": "image_url", "image_url": {"url": url, "detail": "auto"}}
+
+        with OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            ask = partial(client.chat.completions.create, model=model)
+            text = {"type": "text", "text": "one"}
+            messages: list[Any] = [{"role": "user", "content": [part(data_url(images[0])), text]}]
+            reply = ask(messages=messages).choices[0].message
+            messages.append({"role": "assistant", "content": reply.content})
+            messages.append({"role": "user", "content": [part(data_url(picture(1)))]})
+            ask(messages=messages)
+            for url in ("https://example.org/a.png", "file:///etc/hostname", "data:image/png,x"):
+                try:
+                    ask(messages=[{"role": "user", "content": [part(url)]}])
+                except BadRequestError as error:
+                    refused.append(error.body["message"])  # type: ignore[index]
+            return 1.0
+
+    rollout = play(vlm, ScriptedEngine(lambda _: "w<|im_end|>"), prompts_of(vlm, [0]), agent=solve)
+    (episode,) = rollout.episodes or ()
+    assert (episode.failure, episode.turns, rollout.forks) == ("", 2, None)
+    assert all(map(np.array_equal, episode.images, map(picture, [0, 1])))
+    assert_plain(vlm, rollout, [[0, 1]])
+    for told, expected in zip(
+        refused, ("remote file", "there is no media.root", "not base64"), strict=True
+    ):
+        assert expected in told
