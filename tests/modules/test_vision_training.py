@@ -215,6 +215,14 @@ def test_a_stored_rollout_of_episodes_with_images_is_trained_on_as_when_it_was_s
 ) -> None:
     log = RolloutLog(dirpath=tmp_path / "log", print_every=None, save_tensors=True)
     recorded = ask(turning(optimizer=sgd(0.1)), callbacks=[log], batch_size=4)
+    lines = map(json.loads, (tmp_path / "log" / "rollouts.jsonl").read_text().splitlines())
+    records = [record for record in lines if "tokens" in record]
+    assert len(records) == 4
+    for record in records:  # of each response that is written in full, what its turns showed
+        behind = record["media"][int(record["columns"]["answer"]) % 3 :]
+        assert len(behind) >= 2
+        assert behind[-1] in record["pictures"]
+        assert record["pictures"].keys() == {*behind}
     data = ReplayDataModule(folder=tmp_path / "log" / "rollouts")
     replayed = ask(turning(optimizer=sgd(0.1)), data=data)
     assert moved(recorded.before, recorded.after)
