@@ -171,8 +171,9 @@ class DialogueTokenizer:
             text = _plain_text(observation or "")
             more = self.images.tokens(self._continuation(text), ())
             return prompt + text, ContextTokens([*tokens.ids, *more.ids], tokens.media)
-        shows_alone = tokens.media and not self.images.follows
-        if observation is None and (shows_alone or not row.get("tools")):
+        fixed = any(media.videos or media.audios for _, _, media in tokens.media)
+        fixed |= bool(tokens.media) and not self.images.follows
+        if observation is None and (fixed or not row.get("tools")):
             return prompt, tokens
         messages = prompt if observation is None else _with_observation(prompt, observation)
         ids = self._encoded(self._rendered(messages, row))
