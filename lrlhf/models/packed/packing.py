@@ -357,7 +357,7 @@ def find_trees(
     numbers = list(range(len(lengths))) if groups is None else groups.tolist()
     shown = [None if entry is None else id(entry) for entry in media or [None] * len(lengths)]
     if placeholders and any(entry is not None and entry.parts for entry in media or ()):
-        ids, shown = _told_apart(ids, media or (), placeholders), [None] * len(lengths)
+        ids, shown = _numbered_media(ids, media or (), placeholders), [None] * len(lengths)
     members: dict[tuple[int, int | None], list[int]] = {}
     for row, key in enumerate(zip(numbers, shown, strict=True)):
         members.setdefault(key, []).append(row)
@@ -374,7 +374,7 @@ def find_trees(
     return sorted(trees, key=lambda tree: -tree.prefix)
 
 
-def _told_apart(
+def _numbered_media(
     ids: Tensor, media: Sequence[Media | None], placeholders: Mapping[str, int]
 ) -> Tensor:
     """Return ids whose placeholders are numbers below 0, the same for the same part only."""
