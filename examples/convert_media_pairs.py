@@ -28,10 +28,10 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from lrlhf.datamodules import BadDataError, BadRow
-from lrlhf.datamodules.loading.path_safety import local_path
 from lrlhf.datamodules.loading.sources import resolve_source
 from lrlhf.datamodules.rows.chat import read_messages
 from lrlhf.datamodules.rows.columns import is_empty, number_of, structure_of, text_of
+from lrlhf.media.path_safety import local_path
 from lrlhf.rewards.judge.verdicts import read_answer, reasoning_before_answer
 from lrlhf.rollout.records import plain_json
 

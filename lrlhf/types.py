@@ -6,8 +6,11 @@ belongs to ``input_ids[b, t]`` given what precedes it. Masks are bool and True m
 
 from __future__ import annotations
 
+import operator
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import Any, Literal, Self
 
 import torch
@@ -43,6 +46,28 @@ class Media:
     """The prompt with one placeholder for each of them, for engines that count for themselves."""
     names: tuple[str, ...] = ()
     """What logs call the images, videos and audio."""
+    parts: tuple[Media, ...] = ()
+    """What a row of several turns shows, one after the other, a part once for each of its places;
+    such a row has no tensors of its own, so that rows and turns share their parts."""
+
+    @classmethod
+    def joined(cls, parts: Sequence[Media], prompt_ids: Sequence[int]) -> Media:
+        """Return the media of a row that shows some parts one after the other."""
+        tokens: Counter[str] = Counter()
+        for part in parts:
+            tokens.update(part.tokens)
+        kinds = ("images", "videos", "audios", "names")
+        shown = {
+            kind: tuple(chain.from_iterable(getattr(p, kind) for p in parts)) for kind in kinds
+        }
+        return cls(
+            tensors={}, tokens=dict(tokens), prompt_ids=tuple(prompt_ids), parts=(*parts,), **shown
+        )
+
+    @property
+    def pieces(self) -> tuple[Media, ...]:
+        """Its parts, or itself."""
+        return self.parts or (self,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -129,9 +154,11 @@ def _map_media(
     for entry in media:
         if entry is not None and id(entry) not in seen:
             tensors = {name: function(tensor) for name, tensor in entry.tensors.items()}
+            parts = tuple(part for part in _map_media(entry.parts, function, seen) if part)
             same = all(tensors[name] is tensor for name, tensor in entry.tensors.items())
+            same &= all(map(operator.is_, parts, entry.parts))
             # what is on the device already stays the object that features are remembered by
-            seen[id(entry)] = entry if same else replace(entry, tensors=tensors)
+            seen[id(entry)] = entry if same else replace(entry, tensors=tensors, parts=parts)
     return tuple(None if entry is None else seen[id(entry)] for entry in media)
 
 
@@ -285,6 +312,8 @@ class Episode:
     """Closes the environment; None: there is nothing to close."""
     call_contents: tuple[tuple[int, str | None], ...] = ()
     """Numbers of the messages with calls, and what each says beside them; None: nobody can tell."""
+    images: tuple[Any, ...] = ()
+    """``PIL.Image``, RGB: what the bare parts of prompt and messages show, in order."""
 
     @property
     def turns(self) -> int:

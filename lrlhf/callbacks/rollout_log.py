@@ -19,6 +19,8 @@ from lrlhf.callbacks.output_files import (
     output_folder,
 )
 from lrlhf.callbacks.reports.rollout_table import render, send, spread
+from lrlhf.media.decode import small_jpeg
+from lrlhf.media.refs import UNNAMED
 from lrlhf.modules.contracts import Exportable, ScoresResponses
 from lrlhf.rollout.listener import RolloutListener
 from lrlhf.rollout.records import token_values
@@ -26,9 +28,11 @@ from lrlhf.rollout.storage import rollout_files, rollout_path, save_rollout
 from lrlhf.run.atomic import naming
 from lrlhf.run.numbered_files import move_to_numbered
 from lrlhf.run.seeding import running_step
-from lrlhf.types import Experience
+from lrlhf.types import Experience, Media
 
 _TABLE = "rollout/samples"
+_SIDE = 256
+"""Longer side of images in records."""
 
 
 class RolloutLog(KeepsArguments, L.Callback, RolloutListener):
@@ -61,7 +65,8 @@ class RolloutLog(KeepsArguments, L.Callback, RolloutListener):
             they must share the folder.
         keep_tensors: Keep the tensors of only so many iterations, the newest; None: of all.
         token_values: Responses of each iteration that are written with the values of their tokens,
-            spread over the iteration's responses; 0: none.
+            and with small copies of images that episodes showed, spread over the iteration's
+            responses; 0: none.
 
     Raises:
         ValueError: If an option is out of range, or a line of an earlier file cannot be read.
@@ -169,7 +174,8 @@ class RolloutLog(KeepsArguments, L.Callback, RolloutListener):
     ) -> None:
         """Add its tokens to this rank's share of the responses that are written with them."""
         for record in records:
-            record.pop("tokens", None)  # a stored rollout has those of the earlier run
+            for name in ("tokens", "pictures"):
+                record.pop(name, None)  # a stored rollout has those of the earlier run
         tokenizer = module.tokenizer if isinstance(module, Exportable) else None
         if tokenizer is None:
             return
@@ -178,6 +184,9 @@ class RolloutLog(KeepsArguments, L.Callback, RolloutListener):
         for row in (index * len(records) // count for index in range(count)):
             ids = records[row]["token_ids"]
             records[row]["tokens"] = token_values(experience, row, ids, tokenizer)
+            shown = experience.media[row] if experience.media else None
+            if shown is not None and (pictures := _pictures(shown)):
+                records[row]["pictures"] = pictures
 
     def _save(
         self, trainer: L.Trainer, experience: Experience, records: Sequence[dict[str, Any]]
@@ -192,6 +201,12 @@ class RolloutLog(KeepsArguments, L.Callback, RolloutListener):
             steps = sorted({file.step for file in rollout_files(self._folder)})
             for step in steps[: -self.keep_tensors]:
                 _remove(self._folder, first=step, last=step)
+
+
+def _pictures(media: Media) -> dict[str, str]:
+    """Return the images that are in no file, small, by name; a stored rollout has none."""
+    images = zip(media.names, media.images, strict=False)
+    return {name: small_jpeg(own, _SIDE) for name, own in images if name.startswith(UNNAMED)}
 
 
 def _is_due(step: int, every: int | None) -> bool:

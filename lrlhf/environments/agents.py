@@ -18,7 +18,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple
@@ -50,6 +50,8 @@ from lrlhf.environments.session import (
 )
 from lrlhf.environments.tool_calls import ToolCallFormat, call_ids, turn_message
 from lrlhf.environments.tools import Tool
+from lrlhf.media.decode import BadRow, MediaOptions
+from lrlhf.media.parts import kind_of, parts_of, read_parts
 from lrlhf.secrets import safe
 from lrlhf.types import Message
 from lrlhf.web import (
@@ -270,6 +272,9 @@ class ChatEndpoint:
         port: To listen on; 0: any that is free.
     """
 
+    media: MediaOptions | None = None
+    """How images in requests are read; None: they are refused."""
+
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
         self._host = host
         self._port = port
@@ -337,7 +342,7 @@ class ChatEndpoint:
         # it must not hold the endpoint, with which it ends
         server = uvicorn.Server(
             uvicorn.Config(
-                _app(self._conversations),
+                _app(self._conversations, self.media),
                 http=partial(Connection, limit),  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
@@ -421,7 +426,7 @@ class _Conversations:
             )
 
 
-def _app(conversations: _Conversations) -> Starlette:
+def _app(conversations: _Conversations, media: MediaOptions | None) -> Starlette:
     reader = ThreadPoolExecutor(1, "agents-reader")
 
     async def complete(request: Request) -> Response:
@@ -430,7 +435,7 @@ def _app(conversations: _Conversations) -> Starlette:
             return _no_such_key()
         try:
             request.state.known = True  # see Connection
-            chat_request = await _read(request, reader)
+            chat_request = await _read(request, reader, media)
             return completion(chat_request, await conversations.answer(key, chat_request, request))
         except RefusedError as error:
             return refusal(error.status, error.problem, code=error.code, param=error.param)
@@ -457,7 +462,9 @@ def _app(conversations: _Conversations) -> Starlette:
     )
 
 
-async def _read(request: Request, reader: ThreadPoolExecutor) -> ChatRequest:
+async def _read(
+    request: Request, reader: ThreadPoolExecutor, media: MediaOptions | None
+) -> ChatRequest:
     """Read the body, but no further than is allowed; parse a large one in a thread.
 
     Raises:
@@ -468,9 +475,9 @@ async def _read(request: Request, reader: ThreadPoolExecutor) -> ChatRequest:
     try:
         async with asyncio.timeout(_BODY_SECONDS):
             content = await body.read(MAX_BODY_BYTES)
-        if len(content) <= _SMALL:
+        if len(content) <= _SMALL and media is None:
             return _parsed(content)
-        return await asyncio.get_running_loop().run_in_executor(reader, _parsed, content)
+        return await asyncio.get_running_loop().run_in_executor(reader, _parsed, content, media)
     except RefusedRequestError as error:
         await body.discard()
         status = 400 if error.status == 422 else error.status  # as OpenAI's
@@ -480,8 +487,8 @@ async def _read(request: Request, reader: ThreadPoolExecutor) -> ChatRequest:
         raise RefusedError(what, status=408) from error
 
 
-def _parsed(content: bytearray) -> ChatRequest:
-    return read_chat_request(parse_json(content, _MAX_VALUES))
+def _parsed(content: bytearray, media: MediaOptions | None = None) -> ChatRequest:
+    return read_chat_request(parse_json(content, _MAX_VALUES), media)
 
 
 async def _while_connected(pending: PendingRequest, client: Request) -> ChatAnswer:
@@ -582,11 +589,12 @@ class ChatRequest(NamedTuple):
     """Options of the client's that have no effect."""
 
 
-def read_chat_request(value: Any) -> ChatRequest:
+def read_chat_request(value: Any, media: MediaOptions | None = None) -> ChatRequest:
     """Check the body of a request, which `parse_json` has read.
 
-    Content becomes text, arguments of calls become objects and a developer becomes the system, as
-    chat templates take them. What is empty is left out, and all else stays in the message.
+    Content becomes text, or where ``media`` says how images are read parts with images, arguments
+    of calls become objects and a developer becomes the system, as chat templates take them. What
+    is empty is left out, and all else stays in the message.
 
     Raises:
         RefusedError: It is malformed, or requests what the endpoint does not have.
@@ -605,8 +613,9 @@ def read_chat_request(value: Any) -> ChatRequest:
             remedy = f"it takes {values}" if values else "leave it out"
             raise RefusedError(f"{name}: this endpoint does not have that; {remedy}", name)
     hidden = others.get("tool_choice") == "none"
+    messages = [_message(each, index, media) for index, each in enumerate(body.messages)]
     prompt = TurnPrompt(
-        messages=tuple(_message(each, index) for index, each in enumerate(body.messages)),
+        messages=_with_read_images(messages, media),
         tools=() if hidden else tuple(tool.model_dump() for tool in body.tools or ()),
         max_tokens=body.max_completion_tokens or body.max_tokens,
     )
@@ -693,16 +702,34 @@ _WITHOUT_EFFECT = frozenset(
 """Options that change no answer anywhere."""
 
 
-def _message(sent: _Message, index: int) -> Message:
+def _with_read_images(
+    messages: Sequence[Message], media: MediaOptions | None
+) -> tuple[Message, ...]:
+    if media is None or not any(map(parts_of, messages)):
+        return tuple(messages)
+    try:
+        parts = iter(read_parts([part for each in messages for part in parts_of(each)], media))
+    except BadRow as error:
+        raise RefusedError(f"messages: {error}", "messages") from error
+    return tuple(
+        {**each, "content": [next(parts) for _ in parts_of(each)]} if parts_of(each) else each
+        for each in messages
+    )
+
+
+def _message(sent: _Message, index: int, media: MediaOptions | None) -> Message:
     message = {key: value for key, value in sent.model_dump().items() if value not in (None, [])}
     message["role"] = "system" if sent.role == "developer" else sent.role
     parts = [] if isinstance(sent.content, str) else sent.content or []
-    for part in parts:
-        if part.type != "text" or part.text is None:
+    shows = [media is not None and kind_of(part.model_dump()) is not None for part in parts]
+    for part, shown in zip(parts, shows, strict=True):
+        if not shown and (part.type != "text" or part.text is None):
             param = f"messages[{index}].content"
             raise RefusedError(f"{param}: this endpoint reads text, and no {part.type}", param)
     text = sent.content if isinstance(sent.content, str) else None
     message["content"] = "".join(part.text or "" for part in parts) if text is None else text
+    if any(shows):
+        message["content"] = [part.model_dump() for part in parts]
     if sent.tool_calls:
         message["tool_calls"] = [_call(call, index) for call in sent.tool_calls]
     return message

@@ -22,11 +22,16 @@ from lrlhf.environments.tool_calls import (
 from lrlhf.environments.tools import (
     Tool,
     UnreadableResultError,
+    result_content,
     result_text,
     tools_by_name,
     tools_of,
 )
+from lrlhf.media.decode import BadRow, MediaOptions
 from lrlhf.types import Message
+
+Content = str | list[Message]
+"""Text, or parts of a message with images."""
 
 
 class TextEnvironment(ABC):
@@ -37,15 +42,16 @@ class TextEnvironment(ABC):
     """
 
     @abstractmethod
-    def step(self, action: str) -> str | Awaitable[str | None] | None:
+    def step(self, action: str) -> Any:
         """Answer a turn of the policy.
 
         Args:
             action: The turn, without special tokens and without the stop string that ended it.
 
         Returns:
-            What the policy reads next: the user's turn of a chat; in plain text it is put behind
-            the policy's text as it is. None: the episode is over.
+            What the policy reads next, also awaited: text or images (see docs/environments.md) are
+            the user's turn of a chat; in plain text they are put behind the policy's text as they
+            are. None: the episode is over.
         """
 
 
@@ -63,8 +69,8 @@ class TurnPrompt(NamedTuple):
     """Of the turn; None: the run's own limit alone."""
 
 
-Shown = str | TurnPrompt | None
-"""What an environment begins with: text behind the prompt, a prompt of its own, or nothing."""
+Shown = Content | TurnPrompt | None
+"""What an environment begins with: content behind the prompt, a prompt of its own, or nothing."""
 
 
 class TurnTokens(NamedTuple):
@@ -148,6 +154,7 @@ class Session:
         read_calls: Finds calls in a turn of the policy.
         timeout: Seconds for each call.
         reset_timeout: Seconds for making and resetting the environment.
+        media: How images are read; None: the policy reads text only.
     """
 
     def __init__(
@@ -158,7 +165,9 @@ class Session:
         *,
         timeout: float,
         reset_timeout: float,
+        media: MediaOptions | None = None,
     ) -> None:
+        self._media = media
         self._make = make
         self._tools = {tool.name: tool for tool in tools}
         self._read_calls = read_calls
@@ -190,7 +199,7 @@ class Session:
         if not isinstance(self.environment, TextEnvironment):
             # after the reset, which may be what finds them
             self._tools = tools_by_name([*self._tools.values(), *tools_of(self.environment)])
-        return _text_or_none(shown, "reset()")
+        return await self._content_or_none(shown, "reset()")
 
     async def react(self, text: str, raw: str, tokens: TurnTokens | None = None) -> Reaction:
         del tokens
@@ -198,11 +207,11 @@ class Session:
         content = None
         if isinstance(self.environment, TextEnvironment):
             answer = await self._call("step()", self.environment.step, text)
-            next_text = _text_or_none(answer, "step()")
+            shown = await self._content_or_none(answer, "step()")
             messages: list[Message] = []
-            if next_text is not None:
-                messages.append({"role": "user", "content": next_text})
-            reason = "done" if next_text is None else None
+            if shown is not None:
+                messages.append({"role": "user", "content": shown})
+            reason = "done" if shown is None else None
         else:
             attempts = self._read_calls(raw)
             messages = [await self._tool_message(call) for call in attempts]
@@ -228,12 +237,12 @@ class Session:
     async def _tool_message(self, call: ToolCall | MalformedCall) -> Message:
         """Make a call, and return the message with its result."""
         self._number += 1
-        message = {"role": "tool", "tool_call_id": f"call{self._number:05d}"}
+        message: dict[str, Any] = {"role": "tool", "tool_call_id": f"call{self._number:05d}"}
         if isinstance(call, MalformedCall):
-            content = f"error: {call.problem}"
+            content: Content = f"error: {call.problem}"
             if callable(answer := getattr(self.environment, "malformed_call", None)):
                 result = await self._call("malformed_call()", answer, call.text, call.problem)
-                content = _readable("malformed_call()", result)
+                content = await self._content("malformed_call()", result)
             return {**message, "content": content}
         message["name"] = call.name
         if (tool := self._tools.get(call.name)) is None:
@@ -247,7 +256,37 @@ class Session:
             ) from error
         except Exception as error:  # noqa: BLE001  for the policy to read
             return {**message, "content": f"error: {str(error) or type(error).__name__}"}
-        return {**message, "content": _readable(f"{call.name}()", result)}
+        return {**message, "content": await self._content(f"{call.name}()", result)}
+
+    async def _content_or_none(self, value: Any, name: str) -> Content | None:
+        if value is None or isinstance(value, str):
+            return value and result_text(value)  # which no tokenizer refuses
+        if self._media is not None:
+            content = await self._content(name, value)
+            if isinstance(content, list):
+                return content
+        what = "text or None" if self._media is None else "text, images or None"
+        raise EnvironmentFailure(f"{name} returned a {type(value).__name__}, not {what}")
+
+    async def _content(self, name: str, value: Any) -> Content:
+        """Return a result as the policy reads it.
+
+        Raises:
+            EnvironmentFailure: There is no form for all of it, or an image cannot be read.
+        """
+        try:
+            if self._media is None or isinstance(value, str):
+                return result_text(value)
+            # in a thread: images take their time
+            read = partial(result_content, value, self._media)
+            content: Content = await within(self._timeout, read)
+            return content
+        except OutOfTimeError as error:
+            raise EnvironmentFailure(f"reading what {name} returned took too long") from error
+        except UnreadableResultError as error:
+            raise EnvironmentFailure(f"{name} returned {error}") from error
+        except BadRow as error:
+            raise EnvironmentFailure(f"{name} returned what cannot be shown: {error}") from error
 
     async def _reward(self, name: str) -> float:
         method = getattr(self.environment, name, None)
@@ -270,24 +309,6 @@ def _close_late(environment: Any) -> None:
     result = environment.close() if callable(getattr(environment, "close", None)) else None
     if inspect.isawaitable(result):
         asyncio.run(_awaited(result))
-
-
-def _text_or_none(value: Any, name: str) -> str | None:
-    if value is None or isinstance(value, str):
-        return value and result_text(value)  # which no tokenizer refuses
-    raise EnvironmentFailure(f"{name} returned a {type(value).__name__}, not text or None")
-
-
-def _readable(name: str, value: Any) -> str:
-    """Return a result as text for the policy.
-
-    Raises:
-        EnvironmentFailure: There is no form for all of it.
-    """
-    try:
-        return result_text(value)
-    except UnreadableResultError as error:
-        raise EnvironmentFailure(f"{name} returned {error}") from error
 
 
 class OutOfTimeError(TimeoutError):

@@ -6,6 +6,7 @@ methods, results as text, and the part of JSON schema that type hints need.
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import datetime
 import functools
@@ -14,7 +15,7 @@ import json
 import math
 import reprlib
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from enum import Enum
@@ -24,6 +25,7 @@ from typing import Any
 from uuid import UUID
 
 import numpy as np
+from PIL import Image
 from torch import Tensor
 from transformers.utils.chat_template_utils import (
     DocstringParsingException,
@@ -33,6 +35,9 @@ from transformers.utils.chat_template_utils import (
 
 from lrlhf.environments.tool_calls import STRICT_JSON
 from lrlhf.functional.names import import_value
+from lrlhf.media.decode import MediaOptions
+from lrlhf.media.parts import kind_of, read_parts
+from lrlhf.types import Message
 
 JSON_TYPES: Mapping[type, str] = {
     str: "string",
@@ -312,6 +317,55 @@ def result_text(value: Any) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
+def result_content(value: Any, media: MediaOptions | None) -> str | list[Message]:
+    """Return a tool's result as a policy reads it that sees images.
+
+    Args:
+        value: An image (a ``PIL.Image``, or a part of a message with one), or a list of images,
+            texts and text parts. Anything else is text, see `result_text`.
+        media: How images are read; None: the policy reads text only.
+
+    Raises:
+        BadRow: See `lrlhf.media.parts.read_parts`.
+        UnreadableResultError: See `result_text`.
+    """
+    entries = value if isinstance(value, list | tuple) else [value]
+    if media is None or not any(map(_shows, entries)) or not all(map(_is_part, entries)):
+        return result_text(value)
+    texts = (result_text(entry) if isinstance(entry, str) else entry for entry in entries)
+    return read_parts([*texts], media)
+
+
+def mcp_content(blocks: Sequence[Mapping[str, Any]]) -> str | list[Any]:
+    """Return a result of the Model Context Protocol as `result_content` takes it.
+
+    Raises:
+        ValueError: A block is neither text nor an image.
+    """
+    parts: list[Any] = []
+    for block in blocks:
+        if block["type"] == "image":
+            # as bytes, which no text has a form for
+            parts.append({"type": "image", "image": base64.b64decode(block["data"])})
+            continue
+        parts.append(block.get("resource", block).get("text"))
+        if parts[-1] is None:
+            raise ValueError(f"content of type {block['type']}, no text and no image")
+    is_text = all(isinstance(part, str) for part in parts)
+    return "\n".join(filter(None, parts)) if is_text else parts
+
+
+def _shows(entry: Any) -> bool:
+    typed = isinstance(entry, Mapping) and isinstance(entry.get("type"), str)
+    return isinstance(entry, Image.Image) or (typed and kind_of(entry) is not None)
+
+
+def _is_part(entry: Any) -> bool:
+    if isinstance(entry, Mapping) and entry.get("type") == "text":
+        return isinstance(entry.get("text"), str)
+    return _shows(entry) or isinstance(entry, str)
+
+
 def _plain(value: Any) -> Any:
     """Return all of a value as JSON holds it.
 
@@ -370,7 +424,8 @@ def _kind(value: Any) -> str:
 
 _INSTEAD = (
     "return a text, or what JSON can hold: numbers, lists and dicts with texts as keys (of a set "
-    "or a generator a list, of a data frame its records). Images are not shown in episodes"
+    "or a generator a list, of a data frame its records). Images, alone or in a list with texts, "
+    "are shown to policies that see them"
 )
 
 

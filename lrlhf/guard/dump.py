@@ -113,6 +113,7 @@ def _describe_media(media: Media, shown: dict[int, dict[str, Any]]) -> dict[str,
             "tokens": dict(media.tokens),
             "prompt_ids": tuple(media.prompt_ids),
             "names": tuple(media.names),
+            "parts": [_describe_media(part, shown) for part in media.parts],
         }
     return shown[id(media)]
 
@@ -161,12 +162,17 @@ def _restored(described: Mapping[str, Any], shown: dict[int, Media]) -> TensorBa
         if isinstance(value, dict) and "kind" in value:
             values[name] = _restored(value, shown)
         elif name == "media" and value is not None:
-            values[name] = tuple(
-                part and shown.setdefault(id(part), Media(**part)) for part in value
-            )
+            values[name] = tuple(part and _restored_media(part, shown) for part in value)
         elif isinstance(value, list):
             values[name] = tuple(value)
     return kind(**values)
+
+
+def _restored_media(described: Mapping[str, Any], shown: dict[int, Media]) -> Media:
+    if id(described) not in shown:
+        parts = tuple(_restored_media(part, shown) for part in described.get("parts", ()))
+        shown[id(described)] = Media(**{**described, "parts": parts})
+    return shown[id(described)]
 
 
 def _path(folder: Path, rank: int) -> Path:

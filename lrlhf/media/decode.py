@@ -308,6 +308,15 @@ def _orientation(image: Image.Image) -> Any:
         return 1
 
 
+def small_jpeg(image: Image.Image, side: int) -> str:
+    """Return an image, scaled down to ``side``, as the ``data:`` URI of a JPEG."""
+    small = image.copy()
+    small.thumbnail((side, side))
+    with io.BytesIO() as written:
+        small.save(written, "JPEG", quality=80)
+        return "data:image/jpeg;base64," + base64.b64encode(written.getvalue()).decode()
+
+
 def check_image(value: Any) -> tuple[int, int]:
     """Look at the head of an image, without its pixels, and return its width and height.
 

@@ -30,6 +30,7 @@ from lrlhf.media.decode import (
 )
 from lrlhf.media.refs import MediaRefs
 from lrlhf.models import context_of, placeholder_ids, reader_of
+from lrlhf.models.media_inputs import joined_tensors
 from lrlhf.types import Media
 
 _TEXT_KEYS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
@@ -107,6 +108,36 @@ class MediaProcessor:
         """Kinds of what the model itself reads in the place of media."""
         forms = (*self.markers.items(), *self.written.items())
         return {form: kind for kind, form in forms}
+
+    @cached_property
+    def encodes_images_alone(self) -> bool:
+        """Whether a text with images is its own tokens, with those of each image by itself.
+
+        Not so where the processor writes letters around an image, which may become one token with
+        their neighbours, or cuts an image into tiles unless there are others.
+        """
+        if (marker := self.markers.get("image")) is None:
+            return False
+        random = np.random.Generator(np.random.Philox(0))
+        images = [
+            Image.fromarray(random.integers(0, 256, (height, 64, 3)).astype(np.uint8))
+            for height in (40, 128)
+        ]
+        text = "a\n{0}\n{0}\nb".format(self.written["image"])
+        together = self.encode(text, images, [])
+        alone = [self.encode(marker, [image], []) for image in images]
+        tokenizer: Any = vars(self.processor)["tokenizer"]
+        mark, waiting = tokenizer.convert_tokens_to_ids(marker), iter(alone)
+        ids: list[int] = []
+        for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
+            ids += next(waiting).input_ids if token == mark else [token]
+        keys = [*together.media.tensors]
+        one, several = (
+            joined_tensors(media, keys, self.family)
+            for media in ([together.media], [each.media for each in alone])
+        )
+        same = all(key in several and torch.equal(one[key], several[key]) for key in keys)
+        return ids == together.input_ids and same
 
     def _written(self, kind: str, marker: str) -> str:
         tokenizer = vars(self.processor)["tokenizer"]

@@ -212,3 +212,12 @@ def media_name(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"{len(value)} frames"
     return type(value).__name__
+
+
+UNNAMED = "image #"
+"""How names of images begin that have no file."""
+
+
+def image_name(image: Image.Image) -> str:
+    """Return what messages and logs call an image that has no file: by its pixels."""
+    return f"{UNNAMED}{MediaRefs((image,)).key[:8]} of {image.width} x {image.height} pixels"

@@ -20,6 +20,7 @@ from lrlhf.models.media_inputs import (
     check_media,
     media_position_ids,
     numbers_media,
+    placed_media,
     placeholder_ids,
     ruled_out_ids,
 )
@@ -104,7 +105,7 @@ def hidden_states(
     rows = compact(batch.input_ids, batch.attention_mask, batch.forks)
     packed, chains = None, None
     if packs(plain, batch):
-        marks = tuple(placeholder_ids(plain.config).values())
+        marks = placeholder_ids(plain.config)
         trees = find_trees(rows, batch.group_ids if share else None, batch.media, marks)
         if any(tree.tokens for tree in trees):
             packed = pack(
@@ -112,7 +113,7 @@ def hidden_states(
             )
     if packed is None:
         chains = unfold(rows)
-        inputs = _padded_inputs(plain, chains, batch.media)
+        inputs = _padded_inputs(plain, rows, chains, batch.media)
     else:
         inputs = _packed_inputs(plain, rows, batch.media, packed)
     captured: list[Tensor] = []
@@ -142,11 +143,33 @@ def _capture(captured: list[Tensor]) -> Any:
 
 
 def _padded_inputs(
-    plain: PreTrainedModel, chains: Chains, media: tuple[Media | None, ...] | None
+    plain: PreTrainedModel,
+    rows: Compacted,
+    chains: Chains,
+    media: tuple[Media | None, ...] | None,
 ) -> dict[str, Any]:
-    shown = None if media is None else tuple(media[row] for row in chains.owners.tolist())
+    shown = _media_of_chains(plain, rows, chains, media)
     check_media(plain, chains.rows.input_ids, shown)
     return backbone_inputs(plain, chains.rows.input_ids, chains.rows.attention_mask, shown)
+
+
+def _media_of_chains(
+    plain: PreTrainedModel,
+    rows: Compacted,
+    chains: Chains,
+    media: tuple[Media | None, ...] | None,
+) -> tuple[Media | None, ...] | None:
+    """Return what each chain shows: of a row that forks, the parts whose places it has."""
+    if media is None or rows.forks is None:
+        return media
+    placed = placed_media(rows.input_ids.cpu(), media, placeholder_ids(plain.config))
+    shown: list[Media | None] = []
+    own = zip(chains.owners.tolist(), chains.rows.order, chains.rows.attention_mask, strict=True)
+    for row, order, mask in own:
+        columns = {*order[mask].tolist()}
+        parts = [part for part, places in placed[row] if columns.issuperset(places)]
+        shown.append(Media.joined(parts, ()) if parts else None)
+    return tuple(shown)
 
 
 def _packed_inputs(
@@ -157,15 +180,19 @@ def _packed_inputs(
 ) -> dict[str, Any]:
     check_media(plain, rows.input_ids, media)
     ids = rows.input_ids.flatten()[packed.source][None]
-    shown = None if media is None else [media[tree.rows[0]] for tree in packed.trees]
+    shown = None if media is None else _media_of_trees(plain, rows, media, packed)
     ones = torch.ones_like(ids, dtype=torch.bool)
     inputs = backbone_inputs(plain, ids, ones, shown)
     if media is not None and numbers_media(plain, media):
-        numbers = media_position_ids(plain, rows.input_ids, rows.attention_mask, media)
-        # text is numbered on from what it follows, and all forks are behind the media
-        columns = torch.arange(rows.input_ids.shape[1], device=ids.device)
-        numbers = numbers - (columns - packed.depths)
-        positions = numbers.flatten(1)[:, packed.source][:, None]
+        # each token has its number on its own branch, which the media before it there move
+        chains = unfold(rows)
+        numbers = media_position_ids(
+            plain,
+            chains.rows.input_ids,
+            chains.rows.attention_mask,
+            _media_of_chains(plain, rows, chains, media) or (),
+        )
+        positions = numbers.flatten(1)[:, chains.places.flatten()[packed.source]][:, None]
     else:
         positions = packed.depths.flatten()[packed.source][None]
     return {
@@ -175,6 +202,27 @@ def _packed_inputs(
         "attention_mask": torch.ones((1, 1, 1, 1), dtype=torch.bool, device=ids.device),
         SEGMENTS: packed.segments,
     }
+
+
+def _media_of_trees(
+    plain: PreTrainedModel,
+    rows: Compacted,
+    media: tuple[Media | None, ...],
+    packed: Packed,
+) -> list[Media]:
+    """Return what a packed row shows, in its order: what a tree's rows share once."""
+    if not any(entry is not None and entry.parts for entry in media):
+        # the rows of a tree show the same, in front of what differs
+        first = (media[tree.rows[0]] for tree in packed.trees)
+        return [entry for entry in first if entry is not None]
+    placed = placed_media(rows.input_ids.cpu(), media, placeholder_ids(plain.config))
+    return [
+        part
+        for tree in packed.trees
+        for number, row in enumerate(tree.rows)
+        for part, places in placed[row]
+        if number == 0 or places[0] >= tree.prefix
+    ]
 
 
 # ------------------------------------------------------------------ which models allow it

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from itertools import chain, islice
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -84,7 +85,7 @@ def backbone_inputs(
     ids = placeholder_ids(model.config)
     if not ids:
         return inputs
-    shown = [entry for entry in media or () if entry is not None]
+    shown = _pieces(media)
     body = _body(model)
     arguments = inspect.signature(body.forward).parameters
     kinds = _kind_numbers(input_ids, ids)
@@ -95,7 +96,7 @@ def backbone_inputs(
     if not shown:
         return inputs
     if "mm_encoder_outputs" not in arguments:
-        return inputs | _joined(shown, _keys_of(shown), model.config.model_type)
+        return inputs | joined_tensors(shown, _keys_of(shown), model.config.model_type)
     positions = [key for key in _POSITION_KEYS if key in arguments]
     features = {
         kind: _features(body, kind, [entry for entry in shown if entry.tokens.get(kind)])
@@ -103,7 +104,7 @@ def backbone_inputs(
     }
     return {
         **inputs,
-        **_joined(shown, positions, model.config.model_type),
+        **joined_tensors(shown, positions, model.config.model_type),
         "mm_encoder_outputs": {
             kind: found for kind, found in features.items() if found is not None
         },
@@ -157,12 +158,36 @@ def media_position_ids(
         "mm_token_type_ids": _kind_numbers(input_ids, placeholder_ids(model.config)),
     }
     known = inspect.signature(number).parameters
-    shown = [entry for entry in media if entry is not None]
-    inputs |= dict.fromkeys(_POSITION_KEYS) | _joined(
+    shown = _pieces(media)
+    inputs |= dict.fromkeys(_POSITION_KEYS) | joined_tensors(
         shown, _POSITION_KEYS, model.config.model_type
     )
     positions: Tensor = number(**{key: value for key, value in inputs.items() if key in known})
     return positions
+
+
+def placed_media(
+    input_ids: Int[Tensor, "B T"],
+    media: Sequence[Media | None],
+    placeholders: Mapping[str, int],
+) -> list[list[tuple[Media, list[int]]]]:
+    """Return the pieces of what each row shows, and the columns of their placeholders."""
+    placed: list[list[tuple[Media, list[int]]]] = []
+    for ids, entry in zip(input_ids, media, strict=True):
+        columns = {
+            kind: iter((ids == token).nonzero()[:, 0].tolist())
+            for kind, token in placeholders.items()
+        }
+        row: list[tuple[Media, list[int]]] = []
+        for piece in () if entry is None else entry.pieces:
+            own = (islice(columns[kind], count) for kind, count in piece.tokens.items())
+            row.append((piece, sorted(chain.from_iterable(own))))
+        placed.append(row)
+    return placed
+
+
+def _pieces(media: Sequence[Media | None] | None) -> list[Media]:
+    return [piece for entry in media or () if entry is not None for piece in entry.pieces]
 
 
 def numbers_media(model: PreTrainedModel, media: Sequence[Media | None] | None) -> bool:
@@ -287,14 +312,15 @@ def _encode(body: PreTrainedModel, kind: str, media: Sequence[Media]) -> Any:
         raise ValueError(f"{type(body).__name__} takes no {kind}s; leave them out of the data")
     there = _keys_of(media)
     keys = [key for key in inspect.signature(encoder).parameters if key in there]
-    return encoder(**_joined(media, keys, body.config.model_type), return_dict=True)
+    return encoder(**joined_tensors(media, keys, body.config.model_type), return_dict=True)
 
 
 def _keys_of(media: Sequence[Media]) -> list[str]:
     return list(dict.fromkeys(key for entry in media for key in entry.tensors))
 
 
-def _joined(media: Sequence[Media], keys: Sequence[str], family: str) -> dict[str, Tensor]:
+def joined_tensors(media: Sequence[Media], keys: Sequence[str], family: str) -> dict[str, Tensor]:
+    """Join the inputs of a family's encoder, one after the other, filled up where it has to be."""
     nested = family in _NESTED_FAMILIES
     joined: dict[str, Tensor] = {}
     for key in keys:

@@ -284,6 +284,16 @@ def content_text(content: Any) -> str:
     return "".join(part["text"] for part in content if part.get("type") == "text")
 
 
+def images_of_prompt(completion: Completion, images: Sequence[Any]) -> Sequence[Any]:
+    """Return the images of a prompt: without those that the turns of an episode show behind it."""
+    turns = () if isinstance(completion, str) else completion
+    contents = (turn.get("content") for turn in turns)
+    shown = sum(
+        part.get("type") == "image" for each in contents if isinstance(each, list) for part in each
+    )
+    return images[: len(images) - shown]
+
+
 def outside_thoughts(text: str) -> str:
     """Return a text behind its thoughts, up to one that it opens and never closes.
 

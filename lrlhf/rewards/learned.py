@@ -305,6 +305,8 @@ class LearnedReward(OwnModelReward[_Loaded]):
         chat = not isinstance(prompt, str)
         if loaded.processor is None and not isinstance(prompt, str):
             prompt = tuple(as_text(turn) for turn in prompt)
+            if not isinstance(completion, str):
+                completion = [as_text(turn) for turn in completion]
         text = full_text(tokenizer, self._chat_template, prompt, completion, source=self._source)
         if loaded.processor is None or not shown:
             marks = self._special_tokens

@@ -136,15 +136,15 @@ class Collector:
         with phase("reward"):
             texts = response_texts(prompts, rollout, self._tokenizer, sampling)
             views = response_views(prompts, rollout, texts)
-            columns = self._columns(prompts, step)
+            columns = self._columns(prompts, rollout, step)
             with _scored_episodes(rollout) as further:
                 arguments: dict[str, Any] = {
                     "prompts": [view.prompt for view in views],
                     "completions": [view.completion for view in views],
                     "completion_ids": [view.token_ids for view in views],
                     "columns": [
-                        {"truncated": cut, **columns[group]}
-                        for group, cut in zip(groups, rollout.truncated.tolist(), strict=True)
+                        {"truncated": cut, **own}
+                        for own, cut in zip(columns, rollout.truncated.tolist(), strict=True)
                     ],
                     "group_ids": groups,
                     **further,
@@ -165,22 +165,24 @@ class Collector:
         )
         return Collected(rollout, rewards, records)
 
-    def _columns(self, prompts: PromptBatch, step: int) -> list[Mapping[str, Any]]:
-        """Return each prompt's columns, with the progress of the run and the prompt's media."""
-        progress = {"step": step, "max_steps": self.max_steps}
-        columns = [{**progress, **own} for own in prompts.columns]
-        if not self._shows_media:
-            return list(columns)
+    def _columns(
+        self, prompts: PromptBatch, rollout: Rollout, step: int
+    ) -> list[Mapping[str, Any]]:
+        """Return each response's columns, with the progress of the run and what it shows."""
+        copies = len(rollout) // len(prompts)
         media = prompts.media or (None,) * len(prompts)
-        return [
-            {
-                **own,
-                "images": [] if shown is None else list(shown.images),
-                "videos": [] if shown is None else list(shown.videos),
-                "audios": [] if shown is None else list(shown.audios),
-            }
-            for own, shown in zip(columns, media, strict=True)
-        ]
+        columns: list[Mapping[str, Any]] = []
+        for row, episode in enumerate(rollout.episodes or (None,) * len(rollout)):
+            shown = media[row // copies]
+            own = {"step": step, "max_steps": self.max_steps, **prompts.columns[row // copies]}
+            if self._shows_media:
+                own |= {
+                    name: [] if shown is None else list(getattr(shown, name))
+                    for name in ("images", "videos", "audios")
+                }
+                own |= {} if episode is None else {"images": list(episode.images)}
+            columns.append(own)
+        return columns
 
 
 @contextmanager

@@ -16,7 +16,14 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from lrlhf.media import MediaError, MediaProcessor
 from lrlhf.models import CausalLM, load_processor, load_tokenizer, plain_model, ruled_out_ids
 from lrlhf.models.loading.pretrained import DType
-from lrlhf.rewards.function import Completion, LogExtra, LogMetric, RewardError, check_positive
+from lrlhf.rewards.function import (
+    Completion,
+    LogExtra,
+    LogMetric,
+    RewardError,
+    check_positive,
+    images_of_prompt,
+)
 from lrlhf.rewards.judge.comparisons import (
     JudgePrompts,
     Reply,
@@ -185,6 +192,8 @@ class GenerativeReward(OwnModelReward[_Loaded]):
         if any(audios or ()):
             raise RewardError("a generative reward model cannot be played the sounds of prompts")
         loaded = self._ready()
+        if images and self._prompts.compares_responses:  # which need not show the same in turns
+            images = [*map(images_of_prompt, completions, images)]
         media = _media_of(loaded, images, videos, count=len(completions))
         batch = self._prompts.batch(
             prompts,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from lrlhf.media.refs import image_name
 from lrlhf.rewards import CompletionText, RewardResult, TextSegment, completion_text
 from lrlhf.rollout.responses import Run, prompt_token_ids, response_ids, response_runs
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.rollout.texts import ResponseView, token_texts
-from lrlhf.types import Episode, Experience, PromptBatch, Rollout
+from lrlhf.types import Episode, Experience, Media, PromptBatch, Rollout
 
 
 def rollout_records(
@@ -68,7 +70,7 @@ def rollout_records(
                 "weight_version": weight_version if version is None else int(version[row]),
                 **_versions(rollout, row),
                 "columns": plain_json(prompts.columns[group]),
-                **({} if shown is None else {"media": list(shown.names)}),
+                **_media(shown, episode),
                 "extras": {
                     name: plain_json(values[row]) for name, values in rewards.extras.items()
                 },
@@ -76,6 +78,16 @@ def rollout_records(
             }
         )
     return records
+
+
+def _media(shown: Media | None, episode: Episode | None) -> dict[str, Any]:
+    """Name what the prompt shows, and the images behind it, in order."""
+    names = [] if shown is None else list(shown.names)
+    images = () if episode is None else episode.images
+    if any(map(operator.is_not, images, () if shown is None else shown.images)):
+        names = []  # an agent sends its own
+    names += map(image_name, images[len(names) :])
+    return {"media": names} if names else {}
 
 
 def _segments(view: ResponseView, runs: Sequence[Run]) -> dict[str, Any]:

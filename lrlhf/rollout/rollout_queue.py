@@ -8,7 +8,9 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from PIL import Image
 
 from lrlhf.background import in_background
 from lrlhf.rollout.engines.engine import RolloutEngine
@@ -16,6 +18,7 @@ from lrlhf.rollout.engines.synced_engine import EngineFailure, without_recovery
 from lrlhf.rollout.records import plain_json
 from lrlhf.rollout.responses import prompt_token_ids, repeated_media
 from lrlhf.rollout.sampling import Sampling
+from lrlhf.rollout.storage import media_of_tensors, media_tensors
 from lrlhf.types import ROLLOUT_TENSORS, Episode, PromptBatch, Rollout
 
 logger = logging.getLogger(__name__)
@@ -124,6 +127,8 @@ class RolloutQueue:
             rollout = None
         if any_rank(rollout is None) or rollout is None:
             return None
+        if _shows_turns(rollout):
+            return rollout
         return replace(rollout, media=repeated_media(prompts.media, num_generations))
 
     def wait(self) -> None:
@@ -166,15 +171,26 @@ class RolloutQueue:
         for step, stored in state["pending"].items():
             done: Future[Rollout] = Future()
             episodes = stored["episodes"] and tuple(map(_restored_episode, stored["episodes"]))
-            done.set_result(Rollout(**stored["rollout"], episodes=episodes).to(device))
+            # absent from checkpoints of earlier versions
+            media = media_of_tensors(stored.get("media", {}))
+            rollout = Rollout(**stored["rollout"], media=media, episodes=episodes)
+            done.set_result(rollout.to(device))
             self._pending[step] = _Pending(stored["prompts"], done)
+
+
+def _shows_turns(rollout: Rollout) -> bool:
+    """Whether rows show images behind their prompts."""
+    return any(entry is not None and entry.parts for entry in rollout.media or ())
 
 
 def _stored(pending: _Pending) -> dict[str, Any]:
     rollout = pending.rollout.result()
+    images = {id(each): each for episode in rollout.episodes or () for each in episode.images}
+    pixels = {key: torch.from_numpy(np.array(image)) for key, image in images.items()}
     return {
         "prompts": pending.prompts,
-        # media come with the prompts again
+        # those of prompts alone come with the prompts again
+        "media": media_tensors(rollout) if _shows_turns(rollout) else {},
         "rollout": {name: getattr(rollout, name) for name in ROLLOUT_TENSORS},
         # without the environments, which end with the process
         "episodes": rollout.episodes
@@ -186,6 +202,7 @@ def _stored(pending: _Pending) -> dict[str, Any]:
                 "finish_reason": episode.finish_reason,
                 "failure": episode.failure,
                 "call_contents": [[*call] for call in episode.call_contents],
+                "images": [pixels[id(image)] for image in episode.images],
             }
             for episode in rollout.episodes
         ],
@@ -202,6 +219,7 @@ def _restored_episode(stored: Mapping[str, Any]) -> Episode:
         failure=stored["failure"],
         # absent from checkpoints of earlier versions
         call_contents=tuple((number, text) for number, text in stored.get("call_contents", ())),
+        images=tuple(Image.fromarray(pixels.numpy()) for pixels in stored.get("images", ())),
     )
 
 

@@ -81,7 +81,7 @@ def save_rollout(
     tensors = {
         # a copy: tensors that share memory are refused
         name: tensor.detach().to("cpu", copy=True).contiguous()
-        for name, tensor in {**fields, **_media_tensors(rollout)}.items()
+        for name, tensor in {**fields, **media_tensors(rollout)}.items()
         if tensor is not None
     }
     try:
@@ -112,7 +112,7 @@ def load_rollout(path: Path) -> StoredRollout:
             "copy"
         )
     records = tuple(json.loads(bytes(tensors.pop("records").numpy())))
-    media = _media_of(tensors)
+    media = media_of_tensors(tensors)
     scores = tensors.pop("scores")
     return StoredRollout(rollout=Rollout(**tensors, media=media), scores=scores, records=records)
 
@@ -165,15 +165,23 @@ def _checksum(tensors: Mapping[str, Tensor]) -> str:
     return f"{checksum:08x}"
 
 
-def _media_tensors(rollout: Rollout) -> dict[str, Tensor]:
+def media_tensors(rollout: Rollout) -> dict[str, Tensor]:
     """Return the media of rows as tensors, each once; images themselves are not stored."""
     if rollout.media is None:
         return {}
-    distinct = list({id(entry): entry for entry in rollout.media if entry is not None}.values())
+    entries = [entry for entry in rollout.media if entry is not None]
+    pieces = [piece for entry in entries for piece in entry.pieces]
+    # parts first: a row of several is made of them
+    distinct = list({id(entry): entry for entry in (*pieces, *entries)}.values())
     indices = {id(entry): index for index, entry in enumerate(distinct)}
     rows = [-1 if entry is None else indices[id(entry)] for entry in rollout.media]
     described = [
-        {"tokens": dict(entry.tokens), "names": entry.names, "prompt_ids": entry.prompt_ids}
+        {
+            "tokens": dict(entry.tokens),
+            "names": entry.names,
+            "prompt_ids": entry.prompt_ids,
+            **({"parts": [indices[id(part)] for part in entry.parts]} if entry.parts else {}),
+        }
         for entry in distinct
     ]
     tensors = {
@@ -189,14 +197,14 @@ def _bytes(text: str) -> Tensor:
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
-def _media_of(tensors: dict[str, Tensor]) -> tuple[Media | None, ...] | None:
-    """Remove what `_media_tensors` added from the tensors of a file, and return the media."""
+def media_of_tensors(tensors: dict[str, Tensor]) -> tuple[Media | None, ...] | None:
+    """Remove what `media_tensors` added from the tensors of a file, and return the media."""
     parts = {name: tensors.pop(name) for name in [*tensors] if name.startswith(_MEDIA)}
     if not parts:
         return None
     described = json.loads(bytes(parts.pop(f"{_MEDIA}about").numpy()))
     rows: list[int] = parts.pop(f"{_MEDIA}rows").tolist()
-    distinct = []
+    distinct: list[Media] = []
     for index, about in enumerate(described):
         prefix = f"{_MEDIA}{index}."
         own = {
@@ -204,8 +212,13 @@ def _media_of(tensors: dict[str, Tensor]) -> tuple[Media | None, ...] | None:
             for name, tensor in parts.items()
             if name.startswith(prefix)
         }
-        names, prompt_ids = tuple(about["names"]), tuple(about["prompt_ids"])
         distinct.append(
-            Media(tensors=own, tokens=about["tokens"], names=names, prompt_ids=prompt_ids)
+            Media(
+                tensors=own,
+                tokens=about["tokens"],
+                names=tuple(about["names"]),
+                prompt_ids=tuple(about["prompt_ids"]),
+                parts=tuple(distinct[part] for part in about.get("parts", ())),
+            )
         )
     return tuple(None if row < 0 else distinct[row] for row in rows)

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from lrlhf.datamodules import BadDataError, MemorySource, PromptDataModule
-from lrlhf.datamodules.loading.path_safety import FOREIGN
+from lrlhf.media.path_safety import FOREIGN
 from tests.datamodules.conftest import WriteRows
 
 Data = Any

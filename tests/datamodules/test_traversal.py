@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from lrlhf.datamodules.loading.path_safety import FOREIGN, local_path
 from lrlhf.datamodules.loading.sources import HubSource
 from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.media_rows import MediaReader
 from lrlhf.media import MediaError, MediaOptions
 from lrlhf.media.decode import check_image, read_image, read_video
+from lrlhf.media.path_safety import FOREIGN, local_path
 from tests.datamodules.conftest import vlm
 
 PROCESSOR = vlm().processor

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lrlhf.callbacks import RLCheckpoint, RolloutLog
 from lrlhf.datamodules import BadDataError, PreferenceDataModule, PromptDataModule, ReplayDataModule
+from lrlhf.environments import Episodes, TextEnvironment
 from lrlhf.models import HeadConfig, RewardNetwork, ValueHead, ValueNetwork
 from lrlhf.models.scorers import HeadedBackbone
 from lrlhf.modules import PPO, RLOO, Critic, OptimizerConfig, Reference, RewardModel, Update
@@ -167,6 +168,67 @@ def test_a_resumed_run_with_images_ends_in_the_same_weights(ask, tmp_path: Path)
     assert_same(run(), run(ckpt_path=str(tmp_path / "files" / "step=000002.ckpt")))
 
 
+class Turns(TextEnvironment):
+    """Shows the images of the prompt again, upside down, and a square of the turn's length."""
+
+    def reset(self, images: list[Image.Image]) -> None:
+        self.images = images
+
+    def step(self, action: str) -> Any:
+        shade = 40 * (len(action) % 6)
+        square = Image.new("RGB", (40, 40), (shade, 0, 255 - shade))
+        return ["again", *(image.rotate(180) for image in self.images), square]
+
+
+def turning(**options: Any) -> RLOO | PPO:
+    return policy(
+        build_vlm("qwen2_vl"),
+        episodes=Episodes(environment=Turns, max_turns=3, max_turn_tokens=4),
+        sampling=Sampling(max_new_tokens=300),
+        **options,
+    )
+
+
+def test_an_update_on_episodes_with_images_does_not_depend_on_how_it_is_cut(ask) -> None:
+    runs = [
+        ask(turning(update=Update(micro_batch_tokens=tokens), optimizer=sgd(0.1)), batch_size=4)
+        for tokens in (None, 1, 200)
+    ]
+    assert moved(runs[0].before, runs[0].after)
+    for run in runs[1:]:
+        assert_same(runs[0].after, run.after, rtol=1e-4, atol=1e-5)
+
+
+def test_a_resumed_run_of_episodes_with_images_ends_in_the_same_weights(
+    ask, tmp_path: Path
+) -> None:
+    def run(**options: Any) -> dict[str, Tensor]:
+        files = RLCheckpoint(dirpath=tmp_path / "files", every_n_train_steps=1, save_top_k=-1)
+        module = turning(module=PPO, critic=Critic())
+        return weights(ask(module, steps=3, batch_size=2, callbacks=[files], **options).module)
+
+    assert_same(run(), run(ckpt_path=str(tmp_path / "files" / "step=000002.ckpt")))
+
+
+def test_a_stored_rollout_of_episodes_with_images_is_trained_on_as_when_it_was_sampled(
+    ask, tmp_path: Path
+) -> None:
+    log = RolloutLog(dirpath=tmp_path / "log", print_every=None, save_tensors=True)
+    recorded = ask(turning(optimizer=sgd(0.1)), callbacks=[log], batch_size=4)
+    lines = map(json.loads, (tmp_path / "log" / "rollouts.jsonl").read_text().splitlines())
+    records = [record for record in lines if "tokens" in record]
+    assert len(records) == 4
+    for record in records:  # of each response that is written in full, what its turns showed
+        behind = record["media"][int(record["columns"]["answer"]) % 3 :]
+        assert len(behind) >= 2
+        assert behind[-1] in record["pictures"]
+        assert record["pictures"].keys() == {*behind}
+    data = ReplayDataModule(folder=tmp_path / "log" / "rollouts")
+    replayed = ask(turning(optimizer=sgd(0.1)), data=data)
+    assert moved(recorded.before, recorded.after)
+    assert_same(recorded.after, replayed.after, rtol=1e-4, atol=1e-5)
+
+
 def test_pretraining_texts_with_images_go_into_the_loss(ask, questions, tmp_path: Path) -> None:
     image = str(tmp_path / "1_0.png")
     parts = [{"type": "image", "image": image}, {"type": "text", "text": "what?"}]
@@ -293,6 +355,26 @@ def test_a_response_that_spells_the_mark_of_an_image_is_scored_without_it(
     pictures = [Image.new("RGB", (56, 56), "red")] * 2 * images
     plain, spelt = scores(shown_reward, prompt, ["se ven", f"se{mark} ven"], pictures)
     assert spelt == pytest.approx(plain, abs=1e-5)
+
+
+def test_a_learned_reward_sees_the_images_of_turns_at_their_places(
+    shown_reward: LearnedReward,
+) -> None:
+    def turn(role: str, *content: Any) -> dict[str, Any]:
+        parts = [{"type": "text", "text": part} if part else {"type": "image"} for part in content]
+        return {"role": role, "content": parts if None in content else content[0]}
+
+    first = [turn("user", None, "what?"), turn("assistant", "crop"), turn("user", None)]
+    last = turn("assistant", "seven")
+    pictures = [Image.new("RGB", (56, 56), colour) for colour in ("red", "blue")]
+    same = {"completion_ids": [[1]], "log_metric": lambda *_: None, "log_extra": lambda *_: None}
+    values = [
+        shown_reward(prompts=[chat[:end]], completions=[chat[end:]], images=[shown], **same)[0]
+        for chat in ([*first, last],)
+        for end, shown in ((1, pictures), (3, pictures), (1, pictures[::-1]))
+    ]
+    assert values[0] == pytest.approx(values[1], abs=1e-6)
+    assert values[0] != pytest.approx(values[2], abs=1e-4)
 
 
 def test_a_learned_reward_looks_once_at_an_image_however_many_responses_it_has(

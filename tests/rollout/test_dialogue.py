@@ -7,6 +7,7 @@ import pytest
 
 from lrlhf.datamodules.rows.chat import ChatFormat
 from lrlhf.rollout.episodes.dialogue import DialogueTokenizer
+from lrlhf.rollout.episodes.episode_state import ContextTokens
 from tests.conftest import build_tokenizer
 from tests.datamodules.test_special_tokens import EVIL, TEMPLATES
 
@@ -49,7 +50,7 @@ def test_a_turn_that_was_cut_off_is_given_the_whole_of_what_ends_it(template: st
     for text in texts:
         # letters alone: the policy has sampled no mark
         letters = [TOKENIZER.convert_tokens_to_ids(one) for one in byte_letters(text)]
-        given = turns.observation_ids(PROMPT, [said(text)], NEW, {}, letters[-1])
+        given = turns.observation_tokens(PROMPT, [said(text)], NEW, {}, letters[-1]).ids
         assert given == ids(behind)
 
 
@@ -60,7 +61,7 @@ def byte_letters(text: str) -> list[str]:
 @pytest.mark.parametrize("template", ["chatml", "marks generation", "shows tools as json"])
 def test_an_end_that_the_policy_wrote_is_not_given_again(template: str) -> None:
     behind = template_behind(template, NEW)
-    given = dialogue(template).observation_ids(PROMPT, [said("no")], NEW, {}, END)
+    given = dialogue(template).observation_tokens(PROMPT, [said("no")], NEW, {}, END).ids
     assert given == ids(behind.removeprefix("<|im_end|>"))
 
 
@@ -76,10 +77,13 @@ def test_an_end_of_two_tokens_is_not_given_again() -> None:
         ids("<|endoftext|>"),
     )
     next_turn = ids("<|im_start|>go on<|im_end|><|im_start|>")
-    assert turns.observation_ids(PROMPT, [said("no")], NEW, {}, END) == next_turn
-    assert turns.observation_ids(PROMPT, [said("no")], NEW, {}, first[0]) == [END, *next_turn]
+    assert turns.observation_tokens(PROMPT, [said("no")], NEW, {}, END).ids == next_turn
+    assert turns.observation_tokens(PROMPT, [said("no")], NEW, {}, first[0]).ids == [
+        END,
+        *next_turn,
+    ]
     # cut off: both are given
-    assert turns.observation_ids(PROMPT, [said("no")], NEW, {}, ids("o")[0]) == [
+    assert turns.observation_tokens(PROMPT, [said("no")], NEW, {}, ids("o")[0]).ids == [
         *first,
         END,
         *next_turn,
@@ -93,20 +97,26 @@ def test_what_environments_say_ends_no_turn(template: str, role: str) -> None:
         pytest.skip("it has marks for two roles")
     turns, letter = dialogue(template), TOKENIZER.convert_tokens_to_ids("a")
     evil, harmless = (
-        turns.observation_ids(PROMPT, [said("a")], [{"role": role, "content": what}], {}, letter)
+        turns.observation_tokens(
+            PROMPT, [said("a")], [{"role": role, "content": what}], {}, letter
+        ).ids
         for what in (EVIL, "x")
     )
     special = {*TOKENIZER.all_special_ids}
     assert [i for i in evil if i in special] == [i for i in harmless if i in special]
     assert TOKENIZER.decode(evil) == template_behind(template, [{"role": role, "content": EVIL}])
     # what an environment shows at the start, and a request that replaces all
-    _, opened = turns.prompt_ids(PROMPT, EVIL, {}, [])
-    whole = turns.conversation_ids([*PROMPT, said("a"), {"role": role, "content": EVIL}], {}, [])
+    _, (opened, _) = turns.prompt_tokens(PROMPT, EVIL, {}, ContextTokens([]))
+    whole = turns.conversation_tokens(
+        [*PROMPT, said("a"), {"role": role, "content": EVIL}], {}, []
+    ).ids
     for text, plain in (
-        (opened, turns.prompt_ids(PROMPT, "x", {}, [])[1]),
+        (opened, turns.prompt_tokens(PROMPT, "x", {}, ContextTokens([]))[1].ids),
         (
             whole,
-            turns.conversation_ids([*PROMPT, said("a"), {"role": role, "content": "x"}], {}, []),
+            turns.conversation_tokens(
+                [*PROMPT, said("a"), {"role": role, "content": "x"}], {}, []
+            ).ids,
         ),
     ):
         assert [i for i in text if i in special] == [i for i in plain if i in special]
@@ -117,8 +127,10 @@ def test_a_turn_that_spells_marks_keeps_the_tokens_that_the_policy_wrote() -> No
     # tokens that no tokenizer makes of it
     own = [TOKENIZER.convert_tokens_to_ids(letter) for letter in "Q<Q"]
     conversation = [*PROMPT, said(text), {"role": "user", "content": EVIL}]
-    whole = dialogue("chatml").conversation_ids(
-        conversation, {}, [(f"{text}<|im_end|>", [*own, END])]
+    whole = (
+        dialogue("chatml")
+        .conversation_tokens(conversation, {}, [(f"{text}<|im_end|>", [*own, END])])
+        .ids
     )
     place = next(i for i in range(len(whole)) if whole[i : i + 3] == own)
     assert whole[:place] == ids("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
@@ -130,9 +142,9 @@ def test_a_turn_that_spells_marks_keeps_the_tokens_that_the_policy_wrote() -> No
 
 def test_of_plain_text_environments_write_the_marks() -> None:
     turns = DialogueTokenizer(TOKENIZER, None)
-    given = turns.observation_ids(
+    given = turns.observation_tokens(
         "hi", [said("a")], [{"role": "user", "content": "<|im_end|>b"}], {}, 5
-    )
+    ).ids
     assert given == [END, TOKENIZER.convert_tokens_to_ids("b")]
 
 
@@ -145,7 +157,7 @@ def test_a_turn_of_a_rewritten_history_is_whole_whether_it_was_cut_off_or_not(en
     raw = "no</call>" + ("<|im_end|>" if ended else "")
     conversation = [*PROMPT, said("no</call>"), *NEW]
     turns = DialogueTokenizer(tokenizer, ChatFormat(tokenizer))
-    whole = turns.conversation_ids(conversation, {}, [(raw, own)])
+    whole = turns.conversation_tokens(conversation, {}, [(raw, own)]).ids
     before = ids("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
     behind = ids(template_behind("chatml", NEW))
     assert whole == [*before, own[0], call, *behind]

@@ -245,12 +245,12 @@ def test_a_turn_has_the_tokens_that_the_policy_wrote() -> None:
         {"role": "user", "content": "c"},
     ]
     first, last = [user, colon, ab, end, a, colon], [end, user, colon, c, end, a, colon]
-    assert dialogue.conversation_ids(messages, {}, []) == [*first, ab, *last]
+    assert dialogue.conversation_tokens(messages, {}, []).ids == [*first, ab, *last]
     # letter by letter, which the tokenizer would not do; not what the user said
     for ending in (("<e>", [end]), ("", [])):
         wrote = ("ab" + ending[0], [a, b, *ending[1]])
-        assert dialogue.conversation_ids(messages, {}, [wrote]) == [*first, a, b, *last]
-        assert dialogue.conversation_ids(messages, {}, [("c", [c]), wrote, ("", [])]) == [
+        assert dialogue.conversation_tokens(messages, {}, [wrote]).ids == [*first, a, b, *last]
+        assert dialogue.conversation_tokens(messages, {}, [("c", [c]), wrote, ("", [])]).ids == [
             *first,
             a,
             b,
@@ -258,7 +258,7 @@ def test_a_turn_has_the_tokens_that_the_policy_wrote() -> None:
         ]
     # what does not stand there as it was written is tokenised
     for other in ("ba<e>", "a", "ab:", ""):
-        assert dialogue.conversation_ids(messages, {}, [(other, [b, a, end])]) == [
+        assert dialogue.conversation_tokens(messages, {}, [(other, [b, a, end])]).ids == [
             *first,
             ab,
             *last,
@@ -362,9 +362,9 @@ def test_what_cannot_be_rendered_again_is_refused(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ValueError, match="some prompts are plain text"):
         play(engine, plain)
     assert engine.calls == []
-    pictures = replace(chats("go"), media=(Media(tensors={}, tokens={"image": 1}),))
-    with pytest.raises(ValueError, match="prompts with images or videos are not rendered twice"):
-        play(engine, pictures)
+    films = replace(chats("go"), media=(Media(tensors={}, tokens={"video": 1}),))
+    with pytest.raises(ValueError, match="prompts with videos or audio are not rendered twice"):
+        play(engine, films)
     deaf = FORGETFUL.replace(
         "{% for m in messages %}", "{% for m in messages if m.content != 'more 1' %}"
     )

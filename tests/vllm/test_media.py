@@ -15,6 +15,8 @@ from lrlhf.models import load_processor, ruled_out_ids, sequence_logprobs
 from lrlhf.rollout import Sampling, VLLMEngine, VLLMServerEngine
 from lrlhf.rollout.vllm.vllm_base import EngineStartError
 from lrlhf.types import PromptBatch, Rollout
+from tests.rollout.test_media_episodes import Album, play
+from tests.rollout.test_media_episodes import prompts_of as image_prompts
 from tests.vllm.models import disturb, generated_across_a_push
 from tests.vlms import Row, Vlm, build_vlm, prompts_of, row, save_vlm
 
@@ -95,6 +97,27 @@ def test_log_probabilities_with_images_agree_after_every_push(
     assert prompts.media is not None
     for position, entry in enumerate(rollout.media):
         assert entry is prompts.media[position // 3]
+
+
+def test_turns_of_episodes_are_about_all_images_before_them(
+    shown: tuple[VLLMEngine | VLLMServerEngine, Vlm],
+) -> None:
+    engine, vlm = shown
+    engine.push(5)
+    rollout = play(
+        vlm,
+        engine,
+        image_prompts(vlm, [0], [], [1, 2]),
+        sampling=Sampling(max_new_tokens=300, temperature=0.8),
+        num_generations=2,
+        environment=Album,
+        max_turns=4,
+        max_turn_tokens=6,
+    )
+    episodes = rollout.episodes or ()
+    assert [(one.finish_reason, one.failure) for one in episodes] == [("max_turns", "")] * 6
+    assert [len(one.images) for one in episodes] == [6, 6, 5, 5, 7, 7]
+    assert gap(vlm, rollout, 0.8) < 1e-4
 
 
 def test_the_probe_sees_encoders_weights_that_did_not_arrive(

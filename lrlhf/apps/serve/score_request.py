@@ -493,6 +493,8 @@ def _only_text(turn: Message, location: str) -> Message:
     if not isinstance(content, list):
         return turn
     for part, where in _placed(content, f"{location}.content"):
+        if part["type"] != "text" and turn["role"] in ("user", "tool"):
+            return turn  # of an episode, in which a tool shows images
         if part["type"] != "text":
             raise malformed(where, "a response consists of text")
     return {**turn, "content": "".join(part["text"] for part in content)}

@@ -24,9 +24,9 @@ from lrlhf.datamodules.rows.bad_rows import (
 )
 from lrlhf.datamodules.rows.columns import is_empty, text_of
 from lrlhf.datamodules.rows.conservation import Conservation
-from lrlhf.datamodules.rows.media_rows import KINDS
 from lrlhf.datamodules.rows.preference_rows import LabelReader
 from lrlhf.datamodules.rows.verdict_rows import MediaByKind, RatedPair, read_pair
+from lrlhf.media.parts import KINDS
 from lrlhf.rewards import RewardError
 from lrlhf.rewards.judge.verdicts import (
     SWAPPED,

@@ -10,9 +10,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from lrlhf.datamodules.loading.path_safety import FOREIGN
 from lrlhf.datamodules.loading.plain_rows import first_twice
 from lrlhf.datamodules.rows.bad_rows import BadDataError
+from lrlhf.media.path_safety import FOREIGN
 
 ACCEPTED = (
     "a path, a hub id, a list of dicts, a dict of columns, a DataFrame, an Arrow table, a "

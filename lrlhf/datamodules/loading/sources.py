@@ -17,7 +17,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from lrlhf.datamodules.loading.files import FORMATS, is_data_file, read_rows_of_file
-from lrlhf.datamodules.loading.path_safety import FOREIGN
 from lrlhf.datamodules.loading.plain_rows import plain_row
 from lrlhf.datamodules.loading.python_rows import (
     RowMaker,
@@ -30,6 +29,7 @@ from lrlhf.datamodules.loading.python_rows import (
     summary,
 )
 from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow
+from lrlhf.media.path_safety import FOREIGN
 from lrlhf.options.errors import nearest_path
 from lrlhf.secrets import hide
 

@@ -33,7 +33,8 @@ from lrlhf.datamodules.rows.chat import (
     read_tools,
 )
 from lrlhf.datamodules.rows.columns import is_empty
-from lrlhf.datamodules.rows.media_rows import KINDS, media_columns
+from lrlhf.datamodules.rows.media_rows import media_columns
+from lrlhf.media.parts import KINDS
 from lrlhf.models import unsplit
 from lrlhf.models.chat_templates import TemplateConstants
 

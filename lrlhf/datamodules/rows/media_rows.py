@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 
-from lrlhf.datamodules.loading.path_safety import local_path
 from lrlhf.datamodules.loading.plain_rows import read_structure
 from lrlhf.datamodules.loading.sources import Row
 from lrlhf.datamodules.rows.bad_rows import BadRow
@@ -21,23 +19,10 @@ from lrlhf.datamodules.rows.chat import Text, Tokens
 from lrlhf.datamodules.rows.columns import is_empty
 from lrlhf.media import MediaOptions, MediaProcessor, MediaRefs
 from lrlhf.media.decode import reading_of
+from lrlhf.media.parts import KINDS, anchored, data_of, kind_of, options_of, parts_of
 from lrlhf.media.refs import MediaPart, PartOptions
 from lrlhf.types import Media, Message
 
-KINDS = ("image", "video", "audio")
-_OPTIONS = {
-    "image": ("max_pixels", "min_pixels", "resized_height", "resized_width"),
-    "video": tuple(option.name for option in fields(PartOptions)),
-    "audio": (),
-}
-"""Options of parts that are followed."""
-_NOT_FOLLOWED = (
-    "total_pixels", "raw_fps", "video_fps", "num_frames", "do_sample_frames", "do_resize", "detail",
-    "audio_start", "audio_end",
-)  # fmt: skip
-"""Options of other programs, which would change what is shown."""
-_LOW_DETAIL = 512 * 512
-"""Pixels of an image with OpenAI's ``detail: low``."""
 _ALL_ROWS = 2_000
 """With ``media.check: auto``, so many rows are read before training."""
 _THREADS = 8
@@ -161,8 +146,8 @@ class MediaReader:
             BadRow: Places and columns do not fit together, a text model is shown something, a part
                 has an option that is not followed, or a file lies where rows may not name one.
         """
-        parts = [part for message in messages for part in _parts(message)]
-        placed = [kind for kind in map(_kind_of, parts) if kind]
+        parts = [part for message in messages for part in parts_of(message)]
+        placed = [kind for kind in map(kind_of, parts) if kind]
         if not columns and not placed and not columns.columns:
             return tuple(messages), MediaRefs()
         if self.processor is None:
@@ -309,27 +294,8 @@ class MediaReader:
 
     def _refs(self, media: Mapping[str, Sequence[Any]], folder: Path | None) -> MediaRefs:
         return MediaRefs(
-            *(tuple(self._anchored(each, folder) for each in media[kind]) for kind in KINDS)
+            *(tuple(anchored(each, folder, self.options) for each in media[kind]) for kind in KINDS)
         )
-
-    def _anchored(self, value: Any, folder: Path | None) -> Any:
-        """Make the paths of a row absolute, and refuse those that lead out of its data."""
-        if isinstance(value, MediaPart):
-            return replace(value, value=self._anchored(value.value, folder))
-        if isinstance(value, list | tuple):
-            return [self._anchored(entry, folder) for entry in value]
-        if isinstance(value, Mapping):
-            # what a row knows of a file beside its bytes is only its name
-            path = value.get("path")
-            known = path is None or any(value.get(key) is not None for key in ("bytes", "array"))
-            return value if known else self._anchored(path, folder)
-        if not isinstance(value, str) or value.startswith("data:"):
-            return value
-        if "://" in value and not value.startswith("file:"):
-            return value
-        # absolute: parts are anchored again when columns fill them
-        root = None if self.options.root is None else Path(self.options.root)
-        return local_path(value, folder, root=root)
 
 
 def _listed(value: Any, *, several: bool) -> list[Any]:
@@ -347,8 +313,8 @@ def _with_options(value: Any, kind: str) -> Any:
     if not isinstance(value, Mapping) or value.get("array") is not None:
         return value
     if value.get(kind) is not None or value.get(f"{kind}_url") is not None:
-        return _data_of(value, kind)
-    own = _options_of(value, kind)
+        return data_of(value, kind)
+    own = options_of(value, kind)
     return value if own == PartOptions() else MediaPart(value, own)
 
 
@@ -381,107 +347,21 @@ def _places(messages: Sequence[Message], marks: _Marks) -> dict[str, int]:
     """Count what stands for media of the columns: marks, and parts without data."""
     counts = marks.count(text for message in messages for text in _texts(message))
     for message in messages:
-        for part in _parts(message):
-            if (kind := _kind_of(part)) and _data_of(part, kind) is None:
+        for part in parts_of(message):
+            if (kind := kind_of(part)) and data_of(part, kind) is None:
                 counts[kind] += 1
     return counts
-
-
-def _parts(message: Message) -> Sequence[Any]:
-    content = message.get("content")
-    return content if isinstance(content, list | tuple) else ()
 
 
 def _texts(message: Message) -> Iterator[str]:
     """Yield the texts of a message, of all its parts."""
     if isinstance(content := message.get("content"), str):
         yield content
-    for part in _parts(message):
+    for part in parts_of(message):
         if isinstance(part, str):
             yield part
-        elif not _kind_of(part) and isinstance(part, Mapping) and isinstance(part.get("text"), str):
+        elif not kind_of(part) and isinstance(part, Mapping) and isinstance(part.get("text"), str):
             yield part["text"]
-
-
-def _kind_of(part: Any) -> str | None:
-    """Return what a part shows; None: it is text, or something else."""
-    if not isinstance(part, Mapping):
-        return None
-    if part.get("type") is None:  # as Qwen's agents write it
-        return next((kind for kind in KINDS if part.get(kind) is not None), None)
-    kind = str(part["type"]).removesuffix("_url").removeprefix("input_")
-    return kind if kind in KINDS else None
-
-
-def _data_of(part: Mapping[str, Any], kind: str) -> Any:
-    """Find what a part shows, in any of the ways that chat formats write it, and its options.
-
-    Raises:
-        BadRow: An option is not followed, or has an impossible value.
-    """
-    options = {**part}
-    for key in (kind, "bytes", "path", "url", f"{kind}_url", f"input_{kind}"):
-        value = part.get(key)
-        if isinstance(value, Mapping) and "url" in value:
-            options |= value
-            value = value["url"]
-        if isinstance(value, Mapping) and "data" in value:  # as OpenAI's input_audio
-            value = f"data:{kind}/{value.get('format', 'wav')};base64,{value['data']}"
-        if value is not None:
-            own = _options_of(options, kind)
-            return value if own == PartOptions() else MediaPart(value, own)
-    return None
-
-
-def _options_of(part: Mapping[str, Any], kind: str) -> PartOptions:
-    options = {key: value for key, value in part.items() if value is not None}
-    if options.get("detail") in ("auto", "high"):
-        del options["detail"]  # as the model's own processor scales
-    if kind == "image" and options.get("detail") == "low":
-        del options["detail"]
-        options.setdefault("max_pixels", _LOW_DETAIL)
-    followed = _OPTIONS[kind]
-    other = [
-        name
-        for name in (*_NOT_FOLLOWED, *_OPTIONS["video"])
-        if name in options and name not in followed
-    ]
-    if other:
-        known = f"those of {kind}s are {', '.join(followed)}" if followed else f"{kind}s have none"
-        raise _option(f"a part of type {kind!r} has {other[0]}, which is not followed; {known}")
-    read = {name: _number(name, options[name]) for name in followed if name in options}
-    if ("resized_height" in read) != ("resized_width" in read):
-        raise _option("resized_height and resized_width go together, and a part has one of them")
-    if read.get("video_end", math.inf) <= read.get("video_start", 0):
-        raise _option("video_end of a part is not behind its video_start")
-    return PartOptions(**read)
-
-
-def _number(name: str, value: Any) -> Any:
-    if name == "timestamps":
-        stamps = value.tolist() if isinstance(value, np.ndarray) else value
-        if isinstance(stamps, list | tuple) and stamps:
-            numbers = [_number("a timestamp", stamp) for stamp in stamps]
-            if numbers == sorted({*numbers}):
-                return tuple(numbers)
-        raise _option(f"timestamps of a part are {stamps!r:.60}, not seconds that grow")
-    least = 0 if name in ("video_start", "video_end", "a timestamp") else 1e-6
-    number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-    is_integer = name not in ("fps", "sample_fps") and least > 0
-    if not number or not least <= value < math.inf or (is_integer and value != int(value)):
-        kind = (
-            "a whole number above 0" if is_integer else "a number above 0" if least else "seconds"
-        )
-        raise _option(f"{name} of a part is {value!r:.40}, not {kind}")
-    return int(value) if is_integer else float(value)
-
-
-def _option(what: str) -> BadRow:
-    return BadRow(
-        "option of a media part",
-        what,
-        remedy="leave the option out of the part, or set it for all rows in data.media",
-    )
 
 
 class _Marks:
@@ -522,13 +402,13 @@ def _without_data(message: Message, placed: _PlacedMedia, marks: _Marks) -> Mess
     """Leave ``{"type": kind}`` of each media part and mark, and collect what it shows."""
     content = message.get("content")
     marked = any(marks.count(_texts(message)).values())
-    if not marked and not any(map(_kind_of, _parts(message))):
+    if not marked and not any(map(kind_of, parts_of(message))):
         return message
     parts: list[Any] = []
-    for part in [content] if isinstance(content, str) else _parts(message):
-        kind = _kind_of(part)
+    for part in [content] if isinstance(content, str) else parts_of(message):
+        kind = kind_of(part)
         if kind is not None and isinstance(part, Mapping):
-            placed.add(kind, _data_of(part, kind))
+            placed.add(kind, data_of(part, kind))
             parts.append({"type": kind})
             continue
         text = part.get("text") if isinstance(part, Mapping) else part
@@ -549,9 +429,9 @@ def _put_in(messages: Sequence[Message], refs: MediaRefs) -> tuple[Message, ...]
     if turn is None:
         raise BadRow("placeholder count", "the row has media, and no turn of a user to show them")
     own = [
-        part for message in messages if message["role"] != "assistant" for part in _parts(message)
+        part for message in messages if message["role"] != "assistant" for part in parts_of(message)
     ]
-    if any(map(_kind_of, own)):
+    if any(map(kind_of, own)):
         raise BadRow(
             "placeholder count",
             f"{len(refs)} of the {len(refs)} images, videos and audios of the columns have no "
@@ -582,7 +462,7 @@ def _check_marks(marks: Mapping[str, int], places: Mapping[str, int], refs: Medi
 
 def parts_in(messages: Sequence[Message]) -> dict[str, int]:
     """Count the media parts of messages by kind."""
-    kinds = [_kind_of(part) for message in messages for part in _parts(message)]
+    kinds = [kind_of(part) for message in messages for part in parts_of(message)]
     return {kind: kinds.count(kind) for kind in KINDS}
 
 

@@ -10,7 +10,7 @@ from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.chat import SYSTEM_COLUMNS, with_system
 from lrlhf.datamodules.rows.columns import text_of, with_turns
 from lrlhf.datamodules.rows.conservation import Reached
-from lrlhf.datamodules.rows.media_rows import KINDS, media_columns, media_in, media_text
+from lrlhf.datamodules.rows.media_rows import media_columns, media_in, media_text
 from lrlhf.datamodules.rows.preference_rows import (
     SHOWN_CANDIDATES,
     UNORDERED_COLUMNS,
@@ -21,6 +21,7 @@ from lrlhf.datamodules.rows.preference_rows import (
 )
 from lrlhf.datamodules.rows.prompt_rows import PAIR_COLUMNS
 from lrlhf.media import MediaRefs
+from lrlhf.media.parts import KINDS
 from lrlhf.rewards import completion_text
 from lrlhf.rewards.judge.verdicts import Shown, prompt_text
 from lrlhf.types import Message, Prompt

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
-from lrlhf.environments.tools import Tool
+from lrlhf.environments.tools import Tool, mcp_content
 
 
 class McpTools:
@@ -19,7 +19,7 @@ class McpTools:
     Each episode has connections of its own, so the state of a session stays with the episode. A
     ``command`` is a process for each episode: start servers that take long to start, or need no
     state, once by themselves, and give their ``url``. Errors of a tool are for the policy to read;
-    a lost server, and content that is no text, such as an image, leave the episode without a
+    a lost server, and content that is neither text nor an image, leave the episode without a
     score.
 
     Args:
@@ -124,20 +124,15 @@ class McpTools:
             if error.code == mcp.types.CONNECTION_CLOSED:
                 self._failure = ConnectionError(f"the MCP server of {name} is gone: {error}")
             raise
-        texts: list[str | None] = [
-            getattr(getattr(block, "resource", block), "text", None) for block in result.content
-        ]
-        if None in texts:
-            kind = result.content[texts.index(None)].type
-            self._failure = ValueError(
-                f"the tool {name} gave content of type {kind}, and the policy reads text: leave "
-                "its server out"
-            )
-            raise self._failure
-        text = "\n".join(filter(None, texts))
+        try:
+            content = mcp_content([block.model_dump(by_alias=True) for block in result.content])
+        except ValueError as error:
+            self._failure = ValueError(f"the tool {name} gave {error}: leave its server out")
+            raise self._failure from error
         if result.is_error:
-            raise RuntimeError(text)
-        return text if texts else result.structured_content
+            texts = [part for part in content if isinstance(part, str)]
+            raise RuntimeError(content if isinstance(content, str) else "\n".join(texts))
+        return content if result.content else result.structured_content
 
 
 async def _transport(server: Mapping[str, Any], stack: AsyncExitStack) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import importlib
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from lrlhf.environments.session import TextEnvironment
-from lrlhf.environments.tools import Tool, result_text
+from lrlhf.environments.tools import Tool, mcp_content, result_text
 
 _DAY = 86_400.0
 
@@ -21,10 +22,15 @@ class _Client:
         headers: Of HTTP, such as ``Authorization``.
         observation: The field of observations that the policy reads, a text; None: it reads their
             JSON, without ``metadata``.
+        image: The field with an image, as a ``data:`` URI or base64, that it sees behind it.
     """
 
     def __init__(
-        self, url: str, headers: Mapping[str, str] | None = None, observation: str | None = None
+        self,
+        url: str,
+        headers: Mapping[str, str] | None = None,
+        observation: str | None = None,
+        image: str | None = None,
     ) -> None:
         core = importlib.import_module("openenv.core")
         # episodes have limits of time of their own
@@ -32,11 +38,12 @@ class _Client:
             base_url=url, headers=dict(headers or {}), message_timeout_s=_DAY
         )
         self._observation = observation
+        self._image = image
         self._reward = 0.0
         self._done = False
         self._failure: Exception | None = None
 
-    async def reset(self, seed: int, options: dict[str, Any] | None = None) -> str:
+    async def reset(self, seed: int, options: dict[str, Any] | None = None) -> Any:
         """Connect, and begin an episode.
 
         Args:
@@ -68,9 +75,19 @@ class _Client:
         self._done = bool(result.done)
         return result
 
-    def _read(self, result: Any) -> str:
+    def _read(self, result: Any) -> Any:
+        if self._image is None:
+            return self._read_text(result)
+        image = result.observation.get(self._image)
+        if not isinstance(image, str):
+            raise ValueError(f"the observation's {self._image!r} is no image")
+        image = image if image.startswith("data:") else base64.b64decode(image)
+        return [self._read_text(result), {"type": "image", "image": image}]
+
+    def _read_text(self, result: Any) -> str:
         if self._observation is None:
-            fields = {key: value for key, value in result.observation.items() if key != "metadata"}
+            left_out = ("metadata", self._image)
+            fields = {k: value for k, value in result.observation.items() if k not in left_out}
             return result_text(fields) if fields else ""
         text = result.observation.get(self._observation)
         if not isinstance(text, str):
@@ -90,6 +107,8 @@ class OpenEnvEnvironment(_Client, TextEnvironment):
         observation: The field of observations that the policy reads, which must be text; None: it
             reads the complete observation as JSON.
         headers: Of HTTP, such as ``Authorization``.
+        image: The field of observations with an image, as a ``data:`` URI or base64, which the
+            policy sees behind the text.
     """
 
     def __init__(
@@ -98,11 +117,12 @@ class OpenEnvEnvironment(_Client, TextEnvironment):
         action: str,
         observation: str | None = None,
         headers: Mapping[str, str] | None = None,
+        image: str | None = None,
     ) -> None:
-        super().__init__(url, headers, observation)
+        super().__init__(url, headers, observation, image)
         self._action = action
 
-    async def step(self, action: str) -> str:
+    async def step(self, action: str) -> Any:
         return self._read(await self._step({self._action: action}))
 
 
@@ -123,7 +143,7 @@ class OpenEnvTools(_Client):
         self._types = importlib.import_module("openenv.core.env_server.mcp_types")
         self._tools: list[Tool] = []
 
-    async def reset(self, seed: int, options: dict[str, Any] | None = None) -> str:
+    async def reset(self, seed: int, options: dict[str, Any] | None = None) -> Any:
         """Connect, begin an episode, and list the tools; see `OpenEnvEnvironment`."""
         observation = await super().reset(seed, options)
         listed = await self._client.step(self._types.ListToolsAction())
@@ -150,13 +170,11 @@ class OpenEnvTools(_Client):
         result = observation["result"]
         if not isinstance(result, Mapping) or "content" not in result:
             return result
-        for block in result["content"]:
-            if block["type"] != "text":
-                self._failure = ValueError(
-                    f"{name} gave content of type {block['type']}, and the policy reads text"
-                )
-                raise self._failure
-        text = "\n".join(block["text"] for block in result["content"])
+        try:
+            content = mcp_content(result["content"])
+        except ValueError as error:
+            self._failure = ValueError(f"{name} gave {error}")
+            raise self._failure from error
         if result.get("is_error"):
-            raise RuntimeError(text)
-        return text
+            raise RuntimeError(str(content))
+        return content

@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.utils.rnn import pad_sequence
 
+from lrlhf.models.media_inputs import placed_media
 from lrlhf.types import Media
 
 BLOCK = 128
@@ -333,16 +335,17 @@ def find_trees(
     rows: Compacted,
     groups: Int[Tensor, " B"] | None,
     media: Sequence[Media | None] | None = None,
-    placeholders: Sequence[int] = (),
+    placeholders: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Tree]:
     """Find what rows have in common.
 
     Args:
         rows: The rows.
         groups: Rows with equal numbers may share what they begin with; None: none does.
-        media: Of each row; only rows that show the same object share anything.
-        placeholders: Token ids that stand for media. A tree's media are given to the model once,
-            so all of a row's placeholders lie in what is shared, or nothing is.
+        media: Of each row; only rows that show the same object share anything, or, where rows
+            show parts, what is before the first part that differs.
+        placeholders: Token ids that stand for media, by kind. Media without parts are given to
+            the model once, so all of a row's placeholders lie in what is shared, or nothing is.
 
     Returns:
         Trees that hold every row once, the longest prefix first.
@@ -354,11 +357,13 @@ def find_trees(
     forks = torch.zeros_like(ids) if rows.forks is None else rows.forks.cpu()
     lengths = mask.sum(dim=1).tolist()
     numbers = list(range(len(lengths))) if groups is None else groups.tolist()
-    shown = [None] * len(lengths) if media is None else [id(entry) for entry in media]
+    shown = [None if entry is None else id(entry) for entry in media or [None] * len(lengths)]
+    if placeholders and any(entry is not None and entry.parts for entry in media or ()):
+        ids, shown = _numbered_media(ids, media or (), placeholders), [None] * len(lengths)
     members: dict[tuple[int, int | None], list[int]] = {}
     for row, key in enumerate(zip(numbers, shown, strict=True)):
         members.setdefault(key, []).append(row)
-    marked = torch.tensor(list(placeholders), dtype=ids.dtype)
+    marked = torch.tensor(list(placeholders.values()), dtype=ids.dtype)
     unforked = mask & (forks == 0)
     trees: list[Tree] = []
     for group in members.values():
@@ -369,6 +374,17 @@ def find_trees(
         else:
             trees += [_tree([row], lengths[row], lengths) for row in group]
     return sorted(trees, key=lambda tree: -tree.prefix)
+
+
+def _numbered_media(
+    ids: Tensor, media: Sequence[Media | None], placeholders: Mapping[str, int]
+) -> Tensor:
+    """Return ids whose placeholders are numbers below 0, the same for the same part only."""
+    ids, numbers = ids.clone(), dict[int, int]()
+    for row, placed in enumerate(placed_media(ids, media, placeholders)):
+        for part, columns in placed:
+            ids[row, columns] = -1 - numbers.setdefault(id(part), len(numbers))
+    return ids
 
 
 def _common(ids: Tensor, mask: Tensor, group: Sequence[int]) -> int:

@@ -16,6 +16,7 @@ from lrlhf.datamodules.rows.chat import ChatFormat
 from lrlhf.datamodules.text import TextDataModule
 from lrlhf.functional.algorithm import Algorithm
 from lrlhf.functional.turns import turn_numbers, turn_sums
+from lrlhf.media import MediaOptions
 from lrlhf.modules.metrics.rollout_metrics import ConstantRewards, FirstResponses, measure_rollout
 from lrlhf.modules.policy.experience import (
     as_experience,
@@ -338,7 +339,7 @@ class Sampler:
         if not self._ready:
             # not before it is needed: stored rollouts are trained on without engine and rewards
             self._engine.attach(*self._policy)
-            self._engine.use_chat(chat_of(it.trainer, self._policy))
+            self._engine.use_chat(*chat_of(it.trainer, self._policy))
             self._rewards.prepare()
             self._collector.max_steps = last_step(it.trainer)
             if self._queue is not None and self._queue.updates_in_flight:
@@ -390,12 +391,16 @@ class Sampler:
             self._queue.load_state_dict(queued, torch.device("cpu"))
 
 
-def chat_of(trainer: L.Trainer, policy: LoadedPolicy) -> ChatFormat:
-    """Return how the data renders chats; of foreign data: as the policy's tokenizer has it."""
+def chat_of(trainer: L.Trainer, policy: LoadedPolicy) -> tuple[ChatFormat, MediaOptions]:
+    """Return how the data render chats and read images.
+
+    Of foreign data: as the policy's tokenizer has it.
+    """
     datamodule = getattr(trainer, "datamodule", None)
     if isinstance(datamodule, TextDataModule):
-        return datamodule.reader(trainer).chat
-    return ChatFormat(policy.tokenizer)
+        reader = datamodule.reader(trainer)
+        return reader.chat, reader.media.options
+    return ChatFormat(policy.tokenizer), MediaOptions()
 
 
 def _upcoming_batch(it: Iteration, *, skip: int) -> PromptBatch:

@@ -20,6 +20,7 @@ from lrlhf.rewards.function import (
     PartialValues,
     RewardError,
     check_positive,
+    images_of_prompt,
 )
 from lrlhf.rewards.judge.comparisons import (
     Batch,
@@ -291,6 +292,8 @@ class JudgeReward(CopiesStartAfresh):
     ) -> Batch:
         shown: Sequence[Sequence[str] | None] = [None] * len(completions)
         if images and self._show_images:
+            if self._prompts.compares_responses:  # which need not show the same in their turns
+                images = [*map(images_of_prompt, completions, images)]
             shown = in_base64(images, png_file)
         return self._prompts.batch(prompts, completions, shown, columns)
 

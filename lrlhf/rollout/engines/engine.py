@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.arguments import KeepsArguments
-from lrlhf.media import MediaProcessor
+from lrlhf.media import MediaOptions, MediaProcessor
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.types import Message, PromptBatch, Rollout
 
@@ -91,8 +91,8 @@ class RolloutEngine(KeepsArguments, ABC):
             processor: Its processor of images and videos; None: a text model.
         """
 
-    def use_chat(self, chat: RendersChat) -> None:
-        """Set the chat template, for engines that generate several turns."""
+    def use_chat(self, chat: RendersChat, media: MediaOptions = MediaOptions()) -> None:  # noqa: B008  frozen
+        """Set how the data render chats and read images, for engines of several turns."""
 
     @abstractmethod
     def generate(
@@ -212,8 +212,8 @@ class EngineWrapper(RolloutEngine):
         self.tokenizer = tokenizer
         self.engine.attach(policy, tokenizer, processor)
 
-    def use_chat(self, chat: RendersChat) -> None:
-        self.engine.use_chat(chat)
+    def use_chat(self, chat: RendersChat, media: MediaOptions = MediaOptions()) -> None:  # noqa: B008  frozen
+        self.engine.use_chat(chat, media)
 
     def generate(
         self,

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
+from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.environments.session import Reaction, Shown, TurnPrompt
+from lrlhf.environments.session import Content, Reaction, Shown, TurnPrompt
 from lrlhf.environments.settings import Episodes
+from lrlhf.media import Encoded, MediaError, MediaProcessor, MediaRefs
 from lrlhf.media.decode import BadRow
+from lrlhf.media.parts import without_images
+from lrlhf.media.refs import image_name
 from lrlhf.models import reader_of, unsplit, unsplit_places
 from lrlhf.rollout.engines.engine import RendersChat
-from lrlhf.rollout.episodes.episode_state import EpisodeState
+from lrlhf.rollout.episodes.episode_state import ContextTokens, EpisodeState
 from lrlhf.types import Message, Prompt, PromptBatch
 
 logger = logging.getLogger(__name__)
@@ -24,8 +30,100 @@ _ANCHOR = "\n"
 """Prefix of texts to tokenise: some tokenizers put a space before the first word."""
 
 
+_encoded_images: ContextVar[dict[str, Encoded]] = ContextVar("encoded_images")
+
+
+@contextmanager
+def encoded_once() -> Iterator[None]:
+    """Encode equal images of the block's episodes once, so that their rows share them."""
+    token = _encoded_images.set({})
+    try:
+        yield
+    finally:
+        _encoded_images.reset(token)
+
+
 class RefusedTurnsError(Exception):
     """The chat template refuses a conversation."""
+
+
+class ImageTokenizer:
+    """Puts the tokens of images in the place of their marks, as the model's processor makes them.
+
+    Args:
+        processor: Of the model; None: it sees nothing.
+        tokenizer: Of the model.
+    """
+
+    def __init__(
+        self, processor: MediaProcessor | None, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        self._processor = processor
+        self._mark, self._marks = -1, set[int]()
+        if processor is not None:
+            kinds = {marker: kind for kind, marker in processor.markers.items()}
+            ids: Any = tokenizer.convert_tokens_to_ids([*kinds])
+            self._marks = {*ids, *processor.placeholders.values()}
+            self._mark = dict(zip(kinds.values(), ids, strict=True)).get("image", -1)
+
+    @property
+    def follows(self) -> bool:
+        """Whether images of a text can be encoded one by one."""
+        return self._processor is not None and self._processor.encodes_images_alone
+
+    def tokens(self, ids: list[int], images: Sequence[Image.Image]) -> ContextTokens:
+        """Return tokens in which each image has as many as the model reads of it.
+
+        Args:
+            ids: One token for each image.
+            images: In order; equal ones are encoded once.
+
+        Raises:
+            MediaError: There is not one mark for each image, or one cannot be encoded.
+        """
+        if not images and self._marks.isdisjoint(ids):
+            return ContextTokens(ids)
+        marks = [token for token in ids if token in self._marks]
+        if marks != [self._mark] * len(images):
+            raise MediaError(
+                "placeholder count",
+                f"the text has {len(marks)} marks of media for {len(images)} images",
+                remedy="give a chat_template that shows the images of every role, leave the "
+                "model's marks out of plain text, and show videos and audio only in prompts to "
+                "which nothing is added",
+            )
+        waiting, expanded, media = iter(images), list[int](), []
+        for token in ids:
+            if token != self._mark:
+                expanded.append(token)
+                continue
+            own, shown = self._encoded(next(waiting))
+            media.append((len(expanded), len(own), shown))
+            expanded += own
+        if expanded[-1] in self._marks:
+            raise MediaError("placeholder count", "an image is the last that the policy reads")
+        return ContextTokens(expanded, tuple(media))
+
+    def _encoded(self, image: Image.Image) -> Encoded:
+        key, known = MediaRefs((image,)).key, _encoded_images.get()
+        if key not in known:
+            assert self._processor is not None  # else there are no marks
+            if not self.follows:
+                raise MediaError(
+                    "images of several turns",
+                    f"{type(self._processor.processor).__name__} encodes an image by itself "
+                    "otherwise than beside others",
+                    remedy="show images in the prompts of the data only, and list the "
+                    "descriptions of tools in data.tools",
+                )
+            known[key] = self._processor.encode(
+                self._processor.markers["image"],
+                [image],
+                [],
+                prompt_ids=[self._mark],
+                names=(image_name(image),),
+            )
+        return known[key]
 
 
 class DialogueTokenizer:
@@ -35,16 +133,26 @@ class DialogueTokenizer:
     writes the markup, they are special. Without ``chat`` all prompts are plain text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: RendersChat | None) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chat: RendersChat | None,
+        processor: MediaProcessor | None = None,
+    ) -> None:
+        self.images = ImageTokenizer(processor, tokenizer)
         self._tokenizer = tokenizer
         self._chat = chat
         self._checked: set[str] = set()
         self._marks = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
         """Special tokens, which a template writes undivided."""
 
-    def prompt_ids(
-        self, prompt: Prompt, observation: str | None, row: Mapping[str, Any], ids: Sequence[int]
-    ) -> tuple[Prompt, list[int]]:
+    def prompt_tokens(
+        self,
+        prompt: Prompt,
+        observation: Content | None,
+        row: Mapping[str, Any],
+        tokens: ContextTokens,
+    ) -> tuple[Prompt, ContextTokens]:
         """Return a prompt with the first observation of its environment, and its tokens.
 
         The observation is appended to a plain prompt, or to the last turn of the user of a chat.
@@ -53,39 +161,49 @@ class DialogueTokenizer:
             prompt: The prompt of the data.
             observation: First observation; None: none.
             row: The columns of the prompt, for the template: its ``tools`` above all.
-            ids: The tokens of the prompt alone.
+            tokens: Those of the prompt alone.
+
+        Raises:
+            RefusedTurnsError: The chat template refuses the prompt.
+            MediaError: See `ImageTokenizer.tokens`.
         """
         if isinstance(prompt, str):
-            text = observation or ""
-            return prompt + text, [*ids, *self._continuation(text)]
-        if observation is None and not row.get("tools"):
-            return prompt, list(ids)
+            text = _plain_text(observation or "")
+            more = self.images.tokens(self._continuation(text), ())
+            return prompt + text, ContextTokens([*tokens.ids, *more.ids], tokens.media)
+        fixed = any(media.videos or media.audios for _, _, media in tokens.media)
+        fixed |= bool(tokens.media) and not self.images.follows
+        if observation is None and (fixed or not row.get("tools")):
+            return prompt, tokens
         messages = prompt if observation is None else _with_observation(prompt, observation)
-        return messages, self._encoded(self._rendered(messages, row))
+        ids = self._encoded(self._rendered(messages, row))
+        return messages, self.images.tokens(ids, without_images(messages)[1])
 
-    def observation_ids(
+    def observation_tokens(
         self,
         prompt: Prompt,
         history: Sequence[Message],
         new: Sequence[Message],
         row: Mapping[str, Any],
         last_token: int,
-    ) -> list[int]:
+    ) -> ContextTokens:
         """Return the tokens from the end of the policy's turn to the beginning of its next one.
 
         Args:
             prompt: The prompt of the episode.
             history: The messages that followed, with the policy's last turn.
             new: The observations.
-            row: See `prompt_ids`.
+            row: See `prompt_tokens`.
             last_token: Last token of the policy's turn, which is not repeated if it ends the turn.
 
         Raises:
             ValueError: The chat template does not show the policy's turn, or the observation.
             RefusedTurnsError: It refuses this conversation.
+            MediaError: See `ImageTokenizer.tokens`.
         """
         if isinstance(prompt, str):
-            return self._continuation("".join(str(message["content"]) for message in new))
+            text = "".join(_plain_text(message["content"]) for message in new)
+            return self.images.tokens(self._continuation(text), ())
         before = [*prompt, *history[:-1], {"role": "assistant", "content": _MARK}]
         text = self._rendered([*before, *new], row)
         if text.count(_MARK) != 1:
@@ -110,14 +228,14 @@ class DialogueTokenizer:
             first, match, remaining = observation.partition(end)
             if match and self._marks.issuperset(self._encoded(first.strip())):
                 observation = remaining
-        return self._continuation(observation)
+        return self.images.tokens(self._continuation(observation), without_images(new)[1])
 
-    def conversation_ids(
+    def conversation_tokens(
         self,
         messages: Sequence[Message],
         row: Mapping[str, Any],
         turns: Sequence[tuple[str, Sequence[int]]],
-    ) -> list[int]:
+    ) -> ContextTokens:
         """Return the tokens of a complete conversation as the chat template renders it.
 
         A turn that is in the text as the policy wrote it keeps the policy's tokens, which the
@@ -125,11 +243,12 @@ class DialogueTokenizer:
 
         Args:
             messages: The conversation.
-            row: See `prompt_ids`.
+            row: See `prompt_tokens`.
             turns: Text with special tokens, and token ids, of the policy's turns.
 
         Raises:
             RefusedTurnsError: The chat template refuses the conversation.
+            MediaError: See `ImageTokenizer.tokens`.
         """
         split, start = self._rendered(messages, row), 0
         if not split:
@@ -165,7 +284,8 @@ class DialogueTokenizer:
                 start = position = position + len(written)
             position += len(behind)
         remaining = split[positions[start] :]
-        return [*ids, *(self._continuation(remaining) if ids else self._encoded(split))]
+        ids += self._continuation(remaining) if ids else self._encoded(split)
+        return self.images.tokens(ids, without_images(messages)[1])
 
     def _with_and_without_end(
         self, written: str, tokens: Sequence[int]
@@ -205,7 +325,7 @@ class DialogueTokenizer:
                 "train with a data module such as PromptDataModule"
             )
         try:
-            return self._chat.render(messages, row, prompt=True)
+            return self._chat.render(without_images(messages)[0], row, prompt=True)
         except BadRow as error:
             raise RefusedTurnsError(f"the chat template refuses the turns: {error}") from error
 
@@ -224,35 +344,54 @@ class DialogueTokenizer:
         return self._encoded(text)  # the two are one token: the text begins with white space
 
 
-def _with_observation(prompt: Sequence[Message], observation: str) -> tuple[Message, ...]:
+def _with_observation(prompt: Sequence[Message], observation: Content) -> tuple[Message, ...]:
     last = prompt[-1] if prompt else {}
     if last.get("role") != "user":
         return (*prompt, {"role": "user", "content": observation})
     content = last["content"]
-    if isinstance(content, str):
+    if isinstance(content, str) and isinstance(observation, str):
         return (*prompt[:-1], {**last, "content": content + observation})
-    return (*prompt[:-1], {**last, "content": [*content, {"type": "text", "text": observation}]})
+    return (*prompt[:-1], {**last, "content": [*_as_parts(content), *_as_parts(observation)]})
+
+
+def _plain_text(content: Content) -> str:
+    if isinstance(content, str):
+        return content
+    raise MediaError(
+        "images behind plain text",
+        "an environment shows an image behind a prompt that is plain text",
+        remedy="give chats (data.as_chat: true)",
+    )
+
+
+def _as_parts(content: Content) -> list[Message]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else [*content]
 
 
 class ContextUpdater:
     """Adds observations of environments, and prompts of agents, to the contexts of episodes."""
 
     def __init__(
-        self, episodes: Episodes, tokenizer: PreTrainedTokenizerBase, chat: RendersChat | None
+        self,
+        episodes: Episodes,
+        tokenizer: PreTrainedTokenizerBase,
+        chat: RendersChat | None,
+        processor: MediaProcessor | None,
     ) -> None:
-        self._dialogue = DialogueTokenizer(tokenizer, chat)
+        self._dialogue = DialogueTokenizer(tokenizer, chat, processor)
         self._agent = episodes.agent is not None
         self._rewrites = self._agent or episodes.history == "template"
 
     def check(self, prompts: PromptBatch) -> None:
-        """Raise ``ValueError`` for media or plain text in prompts that are rendered again."""
+        """Raise ``ValueError`` for prompts that cannot be rendered again."""
         if not self._rewrites:
             return
         option = "agent" if self._agent else "history: template"
-        if any(media is not None for media in prompts.media or ()):
+        shown = [media for media in prompts.media or () if media is not None]
+        if any(media.videos or media.audios or not media.images for media in shown):
             raise ValueError(
-                f"episodes.{option} renders conversations again, and prompts with images or videos "
-                "are not rendered twice: train on texts"
+                f"episodes.{option} renders conversations again, and prompts with videos or audio "
+                "are not rendered twice: train on images and texts"
             )
         if not self._agent and any(isinstance(prompt, str) for prompt in prompts.prompts):
             raise ValueError(
@@ -268,18 +407,25 @@ class ContextUpdater:
         """
         try:
             if isinstance(first, TurnPrompt):
-                state.set_prompt(first.messages, self._agent_prompt(state, first))
+                prompt: Prompt = first.messages
+                tokens, images = self._agent_prompt(state, first), without_images(first.messages)[1]
             else:
                 if tools := [tool.schema for tool in state.session.tools]:
                     state.row = {**state.row, "tools": tools}
-                state.set_prompt(
-                    *self._dialogue.prompt_ids(state.prompt, first, state.row, state.prompt_ids)
+                prompt, tokens = self._dialogue.prompt_tokens(
+                    state.prompt, first, state.row, state.prompt_tokens
                 )
-        except RefusedTurnsError as error:
+                if self._rewrites and not isinstance(prompt, str) and tokens.media:
+                    # image by image, as it will be rendered again
+                    tokens = self._dialogue.conversation_tokens(prompt, state.row, [])
+                shown = without_images([{"role": "user", "content": first or ""}])[1]
+                images = (*state.images, *shown)
+            state.set_prompt(prompt, tokens, images)
+        except (RefusedTurnsError, MediaError) as error:
             state.fail(str(error))
         if longest is not None and len(state.context) >= longest:
             state.fail(f"the prompt has {len(state.context)} tokens, and the model reads {longest}")
-            state.set_prompt(state.prompt, state.prompt_ids[:1])
+            state.set_prompt(state.prompt, ContextTokens(state.prompt_ids[:1]), state.images)
 
     def extend(self, state: EpisodeState, reaction: Reaction, longest: int | None) -> bool:
         """Append the reaction to the policy's last turn, and return whether a further turn follows.
@@ -294,29 +440,30 @@ class ContextUpdater:
             elif self._rewrites:
                 tokens = state.continue_from(self._rewritten(state, reaction))
             else:
-                tokens = self._dialogue.observation_ids(
+                tokens = self._dialogue.observation_tokens(
                     state.prompt, state.history, messages, state.row, state.context[-1]
                 )
-        except RefusedTurnsError as error:
+        except (RefusedTurnsError, MediaError) as error:
             state.fail(str(error))
             return False
-        fits = longest is None or len(state.context) + len(tokens) < longest
-        if not fits or state.used + len(tokens) >= state.limit:
+        length = len(tokens.ids)
+        fits = longest is None or len(state.context) + length < longest
+        if not fits or state.used + length >= state.limit:
             state.truncate("length")
             return False
         state.add_observation(messages, tokens)
         return True
 
-    def _agent_prompt(self, state: EpisodeState, prompt: TurnPrompt) -> list[int]:
+    def _agent_prompt(self, state: EpisodeState, prompt: TurnPrompt) -> ContextTokens:
         """Return the tokens of an agent's prompt, which replaces the conversation."""
         state.row = {**state.row, "tools": list(prompt.tools)}
         state.turn_limit = prompt.max_tokens
         for index, message in enumerate(prompt.messages):
             if message["role"] == "tool":
                 self._dialogue.check_roles(prompt.messages[:index], [message], state.row)
-        return self._dialogue.conversation_ids(prompt.messages, state.row, state.turn_ids)
+        return self._dialogue.conversation_tokens(prompt.messages, state.row, state.turn_ids)
 
-    def _rewritten(self, state: EpisodeState, reaction: Reaction) -> Sequence[int]:
+    def _rewritten(self, state: EpisodeState, reaction: Reaction) -> ContextTokens:
         """Return the tokens of the conversation as the template renders its history."""
         text, raw = state.last_turn
         if reaction.calls and not raw.startswith(text):
@@ -326,4 +473,4 @@ class ContextUpdater:
             )
         self._dialogue.check_roles(state.messages, reaction.messages, state.row)
         messages = [*state.messages, *reaction.messages]
-        return self._dialogue.conversation_ids(messages, state.row, state.turn_ids)
+        return self._dialogue.conversation_tokens(messages, state.row, state.turn_ids)

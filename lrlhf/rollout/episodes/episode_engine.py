@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.background import EventLoop, in_background
 from lrlhf.environments.session import EnvironmentFailure, EpisodeSession, Reaction, Session
 from lrlhf.environments.settings import Episodes, resolve
 from lrlhf.environments.tool_calls import detect_format, tool_call_format
-from lrlhf.media import MediaProcessor
+from lrlhf.media import MediaOptions, MediaProcessor
+from lrlhf.media.parts import with_images
 from lrlhf.rollout.engines.engine import (
     EngineWrapper,
     RendersChat,
@@ -31,18 +32,12 @@ from lrlhf.rollout.engines.engine import (
     pad_token_id,
 )
 from lrlhf.rollout.engines.synced_engine import EngineFailure, may_recover, without_recovery
-from lrlhf.rollout.episodes.dialogue import ContextUpdater
-from lrlhf.rollout.episodes.episode_state import EpisodeState
-from lrlhf.rollout.responses import (
-    assemble_rollout,
-    in_contexts,
-    left_padded,
-    prompt_token_ids,
-    responses_of,
-)
+from lrlhf.rollout.episodes.dialogue import ContextUpdater, encoded_once
+from lrlhf.rollout.episodes.episode_state import ContextTokens, EpisodeState
+from lrlhf.rollout.responses import assemble_rollout, left_padded, prompt_token_ids, responses_of
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.rollout.texts import turn_text
-from lrlhf.types import PromptBatch, Rollout
+from lrlhf.types import Media, PromptBatch, Rollout
 
 if TYPE_CHECKING:
     from lrlhf.environments.agents import ChatEndpoint
@@ -51,6 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
+BatchT = TypeVar("BatchT", PromptBatch, Rollout)
 
 _STALLED = 30.0
 """Seconds until an unresponsive event loop counts as blocked."""
@@ -107,11 +103,16 @@ class EpisodeEngine(EngineWrapper):
         super().attach(policy, tokenizer, processor)
         detected = detect_format(str(tokenizer.chat_template or ""))
         self._call_format = tool_call_format(self.episodes.tool_calls or detected or "hermes")
-        self._contexts = ContextUpdater(self.episodes, tokenizer, None)
+        self._processor = processor
+        self.use_chat(None)
 
-    def use_chat(self, chat: RendersChat) -> None:
-        self._contexts = ContextUpdater(self.episodes, self.tokenizer, chat)
-        super().use_chat(chat)
+    def use_chat(self, chat: RendersChat | None, media: MediaOptions = MediaOptions()) -> None:  # noqa: B008  frozen
+        self._contexts = ContextUpdater(self.episodes, self.tokenizer, chat, self._processor)
+        self._media = None if self._processor is None else media
+        if self._endpoint is not None:
+            self._endpoint.media = self._media
+        if chat is not None:
+            super().use_chat(chat, media)
 
     def close(self) -> None:
         """Close all environments and the engine."""
@@ -127,6 +128,7 @@ class EpisodeEngine(EngineWrapper):
 
     # ------------------------------------------------------------------ episodes
 
+    @encoded_once()
     def generate(
         self,
         prompts: PromptBatch,
@@ -143,8 +145,13 @@ class EpisodeEngine(EngineWrapper):
         check_seeds(seeds, prompts, num_generations)
         self._contexts.check(prompts)
         self._finish_closing()
-        limits = {"timeout": self.episodes.timeout, "reset_timeout": self.episodes.reset_timeout}
-        sessions = [self._new_session(self._call_format, **limits) for _ in seeds]
+        options: dict[str, Any] = {
+            "timeout": self.episodes.timeout,
+            "reset_timeout": self.episodes.reset_timeout,
+        }
+        if self._endpoint is None:
+            options["media"] = self._media
+        sessions = [self._new_session(self._call_format, **options) for _ in seeds]
         self._open.update(sessions)
         try:
             states = self._begin(prompts, sessions, seeds, sampling.max_new_tokens)
@@ -173,22 +180,27 @@ class EpisodeEngine(EngineWrapper):
     ) -> list[EpisodeState]:
         """Open an environment for each response, with one seed per prompt."""
         ids = [own.tolist() for own in prompt_token_ids(prompts)]
+        media = prompts.media or (None,) * len(prompts)
         states, opening, num_generations = [], {}, len(seeds) // len(prompts)
         for number, (session, seed) in enumerate(zip(sessions, seeds, strict=True)):
             group = number // num_generations
             row = {"seed": seeds[group * num_generations], **prompts.columns[group]}
-            state = EpisodeState(
-                number, prompts.prompts[group], ids[group], row, session, seed, limit
-            )
+            prompt, own, shown = prompts.prompts[group], ids[group], media[group]
+            images = () if shown is None else shown.images
+            if images and not isinstance(prompt, str):
+                prompt = with_images(prompt, images)
+            tokens = ContextTokens(own, () if shown is None else ((0, len(own), shown),))
+            state = EpisodeState(number, prompt, tokens, row, session, seed, limit, images=images)
             states.append(state)
-            opening[self._loop.submit(session.open({**row, "prompt": state.prompt}))] = state
+            columns = {**row, "prompt": prompts.prompts[group]}
+            if self._media is not None:
+                columns |= {"images": [*images]}
+            opening[self._loop.submit(session.open(columns))] = state
         for future in self._wait(opening, ALL_COMPLETED):
             state = opening[future]
             observation = self._result(state, future)
             if state.failure:
                 continue
-            if observation is None and prompts.media is not None:
-                continue  # the processor has expanded the placeholders of media
             self._contexts.begin(state, observation, self.engine.context_length)
         return states
 
@@ -338,7 +350,7 @@ class TurnGenerator:
         prompts, copies = self._prompts, 1
         firsts = states[::num_generations]
         if all(
-            state.prompt_ids == firsts[state.number // num_generations].prompt_ids
+            state.prompt_tokens == firsts[state.number // num_generations].prompt_tokens
             for state in states
         ):
             prompts = self._prompts.select(torch.tensor([state.number for state in firsts]))
@@ -360,7 +372,9 @@ class TurnGenerator:
             return
         rows = self._prompts.select(torch.tensor([state.number for state in states]))
         device = rows.input_ids.device
-        prompts = in_contexts(rows, [torch.tensor(each.context, device=device) for each in states])
+        tokens = [each.context_tokens for each in states]
+        contexts = [torch.tensor(each.ids, device=device) for each in tokens]
+        prompts = _in_contexts(rows, contexts, [each.row_media for each in tokens])
         # random numbers of its own for each turn, the same after a resume
         sequences = [np.random.SeedSequence([state.seed, state.turns]) for state in states]
         seeds = [int(sequence.generate_state(1)[0]) for sequence in sequences]
@@ -405,6 +419,7 @@ class TurnGenerator:
             num_generations=1,
             pad_id=pad_token_id(self._tokenizer),
         )
+        rollout = _showing(rollout, [state.row_media for state in states])
         starts = torch.tensor([len(state.prompt_ids) for state in states])
         rewards = None
         if any(state.session.has_rewards for state in states):
@@ -428,12 +443,21 @@ def _prompts(prompts: PromptBatch, states: Sequence[EpisodeState]) -> PromptBatc
     before = prompt_token_ids(rows)
     if all(torch.equal(one, other) for one, other in zip(own, before, strict=True)):
         return rows
-    if any(media is not None for media in rows.media or ()):
-        raise ValueError(
-            "the environment or its tools add to the prompts, and some prompts show images or "
-            "videos: put what it shows at the start into the data, and the tools' descriptions "
-            "into data.tools"
-        )
-    input_ids, mask = left_padded(own)
     changed = tuple(state.prompt for state in states)
-    return replace(rows, input_ids=input_ids, attention_mask=mask, prompts=changed)
+    media = [state.prompt_tokens.row_media for state in states]
+    return replace(_in_contexts(rows, own, media), prompts=changed)
+
+
+def _in_contexts(
+    rows: PromptBatch, contexts: Sequence[Tensor], media: Sequence[Media | None]
+) -> PromptBatch:
+    """Return prompts with other tokens, `[L]` each, and other media."""
+    input_ids, mask = left_padded(contexts)
+    return _showing(replace(rows, input_ids=input_ids, attention_mask=mask), media)
+
+
+def _showing(batch: BatchT, media: Sequence[Media | None]) -> BatchT:
+    """Return a batch with the media of its rows, on its device."""
+    if all(entry is None for entry in media):
+        return replace(batch, media=None)
+    return replace(batch, media=(*media,)).to(batch.input_ids.device)

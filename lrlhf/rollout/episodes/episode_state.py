@@ -2,19 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from lrlhf.environments.session import EpisodeSession, Reaction, TurnTokens
+from lrlhf.media.parts import without_images
 from lrlhf.rollout.responses import Response
 from lrlhf.rollout.texts import TurnText
-from lrlhf.types import Episode, Message, Prompt
+from lrlhf.types import Episode, Media, Message, Prompt
 
 TRUNCATED = ("length", "max_turns")
 """Finish reasons of truncated episodes."""
+
+
+class ContextTokens(NamedTuple):
+    """Tokens of a context, and what some of them stand for."""
+
+    ids: list[int]
+    media: tuple[tuple[int, int, Media], ...] = ()
+    """First token, number of tokens, and what they show, in order."""
+
+    @property
+    def keys(self) -> Sequence[Hashable]:
+        """What the prefix tree tells tokens apart by: those of different images are different."""
+        if not self.media:
+            return self.ids
+        keys: list[Hashable] = [*self.ids]
+        for start, length, media in self.media:
+            keys[start : start + length] = [(id(media), offset) for offset in range(length)]
+        return keys
+
+    def behind(self, start: int) -> ContextTokens:
+        """Return the tokens from ``start`` on, which is in front of, or behind, what each shows."""
+        media = ((at - start, length, each) for at, length, each in self.media if at >= start)
+        return ContextTokens(self.ids[start:], tuple(media))
+
+    @property
+    def row_media(self) -> Media | None:
+        """The media of a row of these tokens, with ids that have one token per image."""
+        if not self.media:
+            return None
+        if self.media[0][1] == len(self.ids):  # a prompt as the data have it
+            return self.media[0][2]
+        short, end = list[int](), 0
+        for start, length, media in self.media:
+            short += [*self.ids[end:start], *media.prompt_ids]
+            end = start + length
+        return Media.joined([media for _, _, media in self.media], [*short, *self.ids[end:]])
 
 
 @dataclass(eq=False)
@@ -24,7 +61,7 @@ class EpisodeState:
     Args:
         number: Index of the row.
         prompt: The policy's prompt, with the first observation of the environment.
-        prompt_ids: Its tokens.
+        prompt_tokens: Its tokens.
         row: The columns of the prompt, with the tools' descriptions for the chat template.
         session: The environment.
         seed: Seed of the response.
@@ -33,7 +70,7 @@ class EpisodeState:
 
     number: int
     prompt: Prompt
-    prompt_ids: list[int]
+    prompt_tokens: ContextTokens
     row: Mapping[str, Any]
     session: EpisodeSession
     seed: int
@@ -57,17 +94,42 @@ class EpisodeState:
     """See `Episode`."""
     turn_limit: int | None = None
     """Most tokens of the next turn; None: the run's limit."""
+    images: Sequence[Any] = ()
+    """Images of the conversation, each once, in the order of its messages."""
     context: list[int] = field(init=False)
     """All tokens that the next turn continues."""
     _columns: list[int] = field(init=False)
     """Columns of the row with the tokens of the context."""
-    _children: dict[tuple[int, int], int] = field(init=False)
-    """The prefix tree: the column of the latest token with an id after a column, -1 at the root."""
+    _children: dict[tuple[int, Hashable], int] = field(init=False)
+    """The prefix tree: the column of the latest token with a key after a column, -1 at the root."""
+    _media: dict[int, tuple[int, Media]] = field(init=False)
+    """By first column: the number of tokens of what the row shows, and what that is."""
     _fork: int = 0
     """Tokens at the end of the row that the next segment does not follow."""
 
     def __post_init__(self) -> None:
-        self.set_prompt(self.prompt, self.prompt_ids)
+        self.set_prompt(self.prompt, self.prompt_tokens, self.images)
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return self.prompt_tokens.ids
+
+    @property
+    def context_tokens(self) -> ContextTokens:
+        """The context with what it shows."""
+        shown = ((at, self._media.get(column)) for at, column in enumerate(self._columns))
+        media = [(at, *own) for at, own in shown if own] if self._media else []
+        return ContextTokens(self.context, tuple(media))
+
+    @property
+    def row_media(self) -> Media | None:
+        """What the complete row shows, the prompt and each branch included; ids of the prompt."""
+        own = [(column, *self._media[column]) for column in sorted(self._media)]
+        if len(own) == 1 and own[0][1] == len(self.prompt_ids):
+            return own[0][2]  # the media of the data, which the group's rows share
+        prompt = self.prompt_tokens.row_media
+        ids = self.prompt_ids if prompt is None else prompt.prompt_ids
+        return Media.joined([media for _, _, media in own], ids) if own else None
 
     @property
     def turns(self) -> int:
@@ -95,11 +157,11 @@ class EpisodeState:
         assert self.response is not None
         return replace(self.response, truncated=self.finish_reason in TRUNCATED)
 
-    def set_prompt(self, prompt: Prompt, ids: Sequence[int]) -> None:
+    def set_prompt(self, prompt: Prompt, tokens: ContextTokens, images: Sequence[Any]) -> None:
         """Replace the prompt, before the first turn."""
-        self.prompt, self.prompt_ids = prompt, [*ids]
-        self.context, self._columns, self._children = [], [], {}
-        self._extend(0, ids)
+        self.prompt, self.prompt_tokens, self.images = prompt, tokens, images
+        self.context, self._columns, self._children, self._media = [], [], {}, {}
+        self._extend(0, tokens)
 
     def add_turn(self, turn: Response, text: TurnText) -> None:
         """Append a turn of the policy."""
@@ -107,7 +169,7 @@ class EpisodeState:
         ids = turn.token_ids.tolist()
         self.last_tokens = TurnTokens(len(self.context), len(ids), cut_off=turn.truncated)
         self.turn_ids.append((text.raw, ids))
-        self._extend(len(self.prompt_ids) + self.used, ids)
+        self._extend(len(self.prompt_ids) + self.used, ContextTokens(ids))
         self.response = turn if self.response is None else self.response.followed_by(turn)
         self.ends.append(self.used)
         self.rewards.append(0.0)
@@ -121,11 +183,12 @@ class EpisodeState:
             self.call_contents.append((len(self.history) - 1, reaction.content))
         self.finish_reason = reaction.finish_reason
 
-    def add_observation(self, messages: Sequence[Message], tokens: Sequence[int]) -> None:
+    def add_observation(self, messages: Sequence[Message], tokens: ContextTokens) -> None:
         """Append messages that the policy did not write, and their tokens."""
         assert self.response is not None
         self.history.extend(messages)
-        ids = torch.tensor(tokens, dtype=torch.long, device=self.response.token_ids.device)
+        self.images = [*self.images, *without_images(messages)[1]]
+        ids = torch.tensor(tokens.ids, dtype=torch.long, device=self.response.token_ids.device)
         self._extend(len(self.prompt_ids) + self.used, tokens)
         self.response, self._fork = self.response.with_tokens(ids, fork=self._fork), 0
 
@@ -143,34 +206,35 @@ class EpisodeState:
             same += 1
         return tuple(message for message in conversation[same:] if message["role"] != "assistant")
 
-    def continue_from(self, prompt_ids: Sequence[int]) -> list[int]:
+    def continue_from(self, prompt: ContextTokens) -> ContextTokens:
         """Make the longest known prefix of a prompt the context of the next turn.
 
         Args:
-            prompt_ids: At least one.
+            prompt: At least one token, the last of which stands for nothing that is shown.
 
         Returns:
             The remaining tokens of the prompt, its last one in any case: it separates turns.
         """
         columns: list[int] = []
-        for token in prompt_ids[:-1]:
-            column = self._children.get((columns[-1] if columns else -1, token))
+        for key in prompt.keys[:-1]:
+            column = self._children.get((columns[-1] if columns else -1, key))
             if column is None:
                 break
             columns.append(column)
         if columns != self._columns:
             last = columns[-1] if columns else -1
             self._fork = len(self.prompt_ids) + self.used - 1 - last
-            self.context, self._columns = [*prompt_ids[: len(columns)]], columns
-        return [*prompt_ids[len(columns) :]]
+            self.context, self._columns = [*prompt.ids[: len(columns)]], columns
+        return prompt.behind(len(columns))
 
-    def _extend(self, start: int, ids: Sequence[int]) -> None:
+    def _extend(self, start: int, tokens: ContextTokens) -> None:
         """Append tokens to the context, whose columns begin at ``start``."""
         last = self._columns[-1] if self._columns else -1
-        for column, token in enumerate(ids, start):
-            self._children[last, token] = last = column
-        self._columns.extend(range(start, start + len(ids)))
-        self.context.extend(ids)
+        for column, key in enumerate(tokens.keys, start):
+            self._children[last, key] = last = column
+        self._columns.extend(range(start, start + len(tokens.ids)))
+        self.context.extend(tokens.ids)
+        self._media |= {start + at: (length, media) for at, length, media in tokens.media}
 
     def truncate(self, reason: str) -> None:
         """End the episode at a limit, unless it has ended."""
@@ -182,9 +246,11 @@ class EpisodeState:
 
     def episode(self, release: Callable[[], None]) -> Episode:
         """Return the result; ``release`` closes the environment."""
+        prompt = self.prompt
         return Episode(
-            prompt=self.prompt,
-            messages=tuple(self.history),
+            prompt=prompt if isinstance(prompt, str) else without_images(prompt)[0],
+            messages=without_images(self.history)[0],
+            images=tuple(self.images),
             rewards=tuple(self.rewards) if self.session.has_rewards else None,
             finish_reason=self.finish_reason or "stop",
             failure=self.failure,

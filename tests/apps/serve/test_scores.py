@@ -92,27 +92,34 @@ def _question(*kinds: str) -> list[dict[str, Any]]:
 
 
 def test_images_and_videos_are_shown_to_the_model(serving: Serving, vision_reward: str) -> None:
-    kinds = [(), ("image",), ("image", "image"), ("video",)]
+    kinds = [(), ("image",), ("image", "image"), ("video",), ("image",)]
+    turns = [
+        {"role": "assistant", "content": "closer"},
+        {"role": "user", "content": [{"type": "image"}]},
+        {"role": "assistant", "content": "eight"},
+    ]
     rows: dict[str, Any] = {
         "prompts": [_question(*row) for row in kinds],
-        "completions": ["seven", "one!", "three", "moves"],
+        "completions": ["seven", "one!", "three", "moves", turns],
     }
-    pictures = [[], [picture(0)], [picture(1), picture(2)], []]
+    pictures = [[], [picture(0)], [picture(1), picture(2)], [], [picture(0), picture(1)]]
     film = clip(1)
     frames = [Image.fromarray(frame) for frame in film.frames]
     apng = file_of(frames[0], save_all=True, append_images=frames[1:], duration=500)
     sent = [[text_of(file_of(image)) for image in row] or None for row in pictures]
     client = serving(LearnedReward(vision_reward))
 
-    answer = client.post(body={**rows, "images": sent, "videos": [*[None] * 3, [text_of(apng)]]})
+    answer = client.post(
+        body={**rows, "images": sent, "videos": [*[None] * 3, [text_of(apng)], None]}
+    )
 
     assert answer.status_code == 200, answer.text
-    expected = _direct(vision_reward, **rows, images=pictures, videos=[[], [], [], [film]])
+    expected = _direct(vision_reward, **rows, images=pictures, videos=[[], [], [], [film], []])
     # rows that are computed together, which the service decides, are rounded together
     assert answer.json()["scores"] == pytest.approx(expected, abs=1e-6)
-    others = [[], [picture(3)], [picture(3), picture(2)], []]
+    others = [[], [picture(3)], [picture(3), picture(2)], [], [picture(0), picture(5)]]
     backwards = Video(film.frames[::-1].copy(), 2.0)
-    blind = _direct(vision_reward, **rows, images=others, videos=[[], [], [], [backwards]])
+    blind = _direct(vision_reward, **rows, images=others, videos=[[], [], [], [backwards], []])
     assert blind[0] == pytest.approx(expected[0], abs=1e-6)
     assert all(one != other for one, other in zip(blind[1:], expected[1:], strict=True))
 

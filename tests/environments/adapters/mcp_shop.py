@@ -1,10 +1,12 @@
 """An MCP server: over its standard streams, or over HTTP at a port that it is given."""
 
 import asyncio
+import io
 import os
 import sys
 
-from mcp.server.mcpserver import Context, Image, MCPServer
+import PIL.Image
+from mcp.server.mcpserver import Audio, Context, Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from mcp.types import EmbeddedResource, TextResourceContents
 
@@ -44,6 +46,20 @@ def customer(context: Context) -> str:
 def look() -> Image:
     """Look at the shop."""
     return Image(data=b"pixels", format="png")
+
+
+@server.tool()
+def watch() -> list[str | Image]:
+    """Watch the square."""
+    file = io.BytesIO()
+    PIL.Image.new("RGB", (3, 2), "red").save(file, "PNG")
+    return ["a square:", Image(data=file.getvalue(), format="png")]
+
+
+@server.tool()
+def listen() -> Audio:
+    """Listen to the street."""
+    return Audio(data=b"samples", format="wav")
 
 
 @server.tool()

@@ -13,16 +13,19 @@ from typing import Any
 from lrlhf.environments import Episodes, ToolCall
 from lrlhf.environments.session import Reaction, Session
 from lrlhf.environments.settings import resolve
+from lrlhf.media import MediaOptions
 
 _RESERVED: list[socket.socket] = []
 """Bound until the process ends, so that the ports that they have stay the tests' own."""
 
 
-def session(name: str, *, timeout: float = 20.0, **options: Any) -> Session:
+def session(
+    name: str, *, timeout: float = 20.0, media: MediaOptions | None = None, **options: Any
+) -> Session:
     """A session with an adapter, found as a config finds it."""
     path = f"lrlhf.environments.adapters.{name}"
     cast = resolve(Episodes(environment=path, options=options))
-    return Session(cast.make, [], read_call, timeout=timeout, reset_timeout=60)
+    return Session(cast.make, [], read_call, timeout=timeout, reset_timeout=60, media=media)
 
 
 def read_call(text: str) -> list[ToolCall]:

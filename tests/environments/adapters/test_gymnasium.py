@@ -4,9 +4,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lrlhf.environments.session import EnvironmentFailure, Reaction
+from lrlhf.media import MediaOptions
 from tests.environments.adapters.sessions import opened, told
 
 gymnasium = pytest.importorskip("gymnasium")
@@ -95,6 +97,45 @@ def test_a_wrapper_makes_spaces_text(wrapper: str | Callable[[Any], Any]) -> Non
     assert (told(odd), odd.reward) == ("error: say on or off", 0.0)
     assert (told(on), on.reward, on.finish_reason) == ("it is on", 1.0, None)
     assert (off.reward, off.finish_reason) == (0.0, "done")
+
+
+class Screen(gymnasium.Env[Any, str]):
+    """A picture as observation, and another one drawn."""
+
+    metadata: dict[str, Any] = {"render_modes": ["rgb_array"]}  # noqa: RUF012  Gymnasium's own
+    observation_space = gymnasium.spaces.Box(0, 255, (4, 6, 3), np.uint8)
+    action_space = Text(6, charset=LETTERS)
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        self.render_mode = render_mode
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        return np.zeros((4, 6, 3), np.uint8), {}
+
+    def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return np.full((4, 6, 3), 9, np.uint8), 1.0, False, False, {}
+
+    def render(self) -> Any:
+        return np.full((2, 3, 3), 7, np.uint8)
+
+
+gymnasium.register("Screen-v0", Screen, disable_env_checker=True, order_enforce=False)
+
+
+def test_images_are_observations_and_drawn() -> None:
+    shown, seen, *_ = reactions(["go"], id="Screen-v0", media=MediaOptions())
+    (image,) = seen.messages[0]["content"]
+    assert np.array_equal(image["image"], np.full((4, 6, 3), 9))
+    drawn, *_ = reactions(
+        [],
+        id="Screen-v0",
+        media=MediaOptions(),
+        render=True,
+        arguments={"render_mode": "rgb_array"},
+    )
+    assert [np.asarray(part["image"]).max() for part in (*shown, *drawn)] == [0, 0, 7]
+    with pytest.raises(EnvironmentFailure, match="returned a dict, not text or None"):
+        reactions([], id="Screen-v0")  # to a policy that reads text
 
 
 def test_spaces_that_are_no_text_are_named() -> None:

@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from lrlhf.environments.session import EnvironmentFailure
+from lrlhf.media import MediaOptions
 from lrlhf.rollout import Sampling
 from tests.environments.adapters.sessions import free_port, opened, program, served, told
 from tests.rollout.scripted_engine import ScriptedEngine
@@ -62,7 +63,8 @@ def test_episodes_have_servers_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("call", "problem"),
     [
-        ("look", "look gave content of type image"),
+        ("look", r"look\(\) returned bytes, which JSON has no form for"),
+        ("listen", "listen gave content of type audio"),
         ("crash", "the MCP server of crash is gone"),
         ("sleep", r"sleep\(\) took longer than 2 s"),
     ],
@@ -77,6 +79,22 @@ def test_what_no_policy_can_read_fails_the_episode(call: str, problem: str) -> N
     before = children()
     asyncio.run(played())
     assert children() == before
+
+
+def test_a_policy_that_sees_images_is_shown_those_of_tools() -> None:
+    async def played() -> Any:
+        servers = [{"command": SHOP}]
+        async with opened("McpTools", servers=servers, media=MediaOptions()) as (_, _, say):
+            with pytest.raises(EnvironmentFailure, match=r"look\(\) returned what cannot"):
+                await say("look")
+            (message,) = (await say("watch")).messages
+            return message
+
+    message = asyncio.run(played())
+    text, image = message["content"]
+    assert (message["role"], text) == ("tool", {"type": "text", "text": "a square:"})
+    assert image["image"].size == (3, 2)
+    assert image["image"].getpixel((2, 1)) == (255, 0, 0)
 
 
 def test_a_server_behind_http() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import math
 import os
@@ -11,6 +9,7 @@ import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -20,6 +19,7 @@ from lrlhf.apps.lab.page.page import packed, write_document
 from lrlhf.apps.lab.report_files import plain_json
 from lrlhf.apps.lab.run_files import RunFiles, complete_lines, record_of, records
 from lrlhf.media import MediaError, MediaOptions, read_image
+from lrlhf.media.decode import small_jpeg
 
 _STEP = re.compile(rb'\{"step": (\d+)[,}]')
 _HAS_TOKENS = b'"tokens": {'
@@ -347,7 +347,10 @@ def _share_won(gaps: Iterable[float]) -> float:
 
 _NUMBERS = ("step", "score", "advantage", "length", "group", "rank", "row")
 _TEXTS = ("prompt", "completion", "finish_reason", "source")
-_LEFT_OUT = {"token_ids", "given_tokens", "tokens", "rewards", "media", *_NUMBERS, *_TEXTS}
+_LEFT_OUT = {
+    *("token_ids", "given_tokens", "tokens", "rewards", "media", "pictures"),
+    *(*_NUMBERS, *_TEXTS),
+}
 """What has a place of its own, and ids, which say nothing to people."""
 
 
@@ -447,14 +450,22 @@ class Thumbnails:
         """Add what names files of images; other names are shown as they are."""
         for name in media:
             if isinstance(name, str) and name not in self._seen:
-                self._seen.add(name)
-                if (uri := self._thumbnail(name)) is None:
-                    continue
-                if len(uri) > self._left:
-                    self.left_out += 1
-                else:
-                    self._left -= len(uri)
-                    self.uris[name] = uri
+                self._add(name, self._thumbnail(name))
+
+    def add_recorded(self, pictures: object) -> None:
+        """Add images that a record holds itself, as ``data:`` URIs by name."""
+        for name, value in pictures.items() if isinstance(pictures, Mapping) else ():
+            if name not in self._seen and str(value).startswith("data:image/"):
+                with suppress(MediaError):  # it was written by somebody else
+                    self._add(str(name), small_jpeg(read_image(str(value), _OPTIONS), _SIDE))
+
+    def _add(self, name: str, uri: str | None) -> None:
+        self._seen.add(name)
+        if uri is not None and len(uri) > self._left:
+            self.left_out += 1
+        elif uri is not None:
+            self._left -= len(uri)
+            self.uris[name] = uri
 
     def add_json(self, media: str) -> None:
         """The same of a list of names as JSON."""
@@ -473,13 +484,9 @@ class Thumbnails:
             self.outside += 1
             return None
         try:
-            small = read_image(target, _OPTIONS)
+            return small_jpeg(read_image(target, _OPTIONS), _SIDE)
         except MediaError:
             return None  # a video, a damaged file: the page shows the name
-        small.thumbnail((_SIDE, _SIDE))
-        with io.BytesIO() as written:
-            small.save(written, "JPEG", quality=80)
-            return "data:image/jpeg;base64," + base64.b64encode(written.getvalue()).decode()
 
 
 _IMAGE_BYTES = 4_000_000
@@ -542,15 +549,19 @@ def page_data(
     """
     texts = Texts()
     responses = Responses(texts)
+    recorded: list[object] = []
     for file, chosen in zip(files, chosen_lines(files, count), strict=True):
         for record in read_chosen(file, chosen):
             responses.add(file.source, record)
+            recorded.append(record.get("pictures"))
     evaluations = _evaluations(runs, count, texts)
     columns = responses.page_data()
     roots = [folder for run in runs for folder in (run.files.folder, *run.files.media)]
     if media_root is not None:
         roots.append(Path(media_root))
     thumbnails = Thumbnails(_IMAGE_BYTES, roots)
+    for pictures in recorded:
+        thumbnails.add_recorded(pictures)
     of_pairs = (pair["media"] for evaluation in evaluations for pair in evaluation["pairs"])
     for number in dict.fromkeys((*columns["columns"]["media"], *of_pairs)):
         if number != NOTHING:

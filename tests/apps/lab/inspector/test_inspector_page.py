@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from lrlhf.apps.lab.inspector import write_inspector
+from lrlhf.media.decode import small_jpeg
 from tests.apps.lab.browser import NARROW, WIDE, Opened, eventually, fits, opening
 from tests.apps.lab.inspector.runs import policy_run, reward_run, write_lines
 
@@ -196,6 +198,34 @@ def test_a_response_is_shown_in_full_with_its_turns_rewards_and_columns(
     page.get_by_role("button", name="Text", exact=True).click()
     assert page.locator(".response .part:nth-of-type(2) .block").inner_text() == "callresultanswer"
     page.context.close()
+
+
+def test_images_are_shown_in_the_turn_that_showed_them(opened: Opened, tmp_path: Path) -> None:
+    image = {"type": "image"}
+    pictures = {
+        f"image #{name}": small_jpeg(Image.new("RGB", (9, 6), name), 8) for name in ("red", "blue")
+    }
+    pictures["image #script"] = "data:image/svg+xml,<svg onload='alert(1)'/>"
+    pictures["image #far"] = "https://example.org/a.png"
+    messages = [{"role": "user", "content": [image, {"type": "text", "text": "look"}]}]
+    turns = [
+        {"role": "assistant", "content": "crop"},
+        {"role": "tool", "content": [{"type": "text", "text": "here:"}, image, image]},
+        {"role": "tool", "content": [image]},
+    ]
+    names = ["image #red", "image #blue", "image #script", "image #far"]
+    own = {"messages": messages, "episode": turns, "media": names, "pictures": pictures}
+    page = opened(write_page(tmp_path / "run", plain(1, "p", "c", 1.0, **own)), "response/0")
+    page.wait_for_selector(".turn")
+    shown = page.evaluate(
+        "[...document.querySelectorAll('.response .turn')].map((turn) => "
+        "[...turn.querySelectorAll('.pictures')].map((one) => "
+        "one.querySelector('img')?.alt ?? `(${one.textContent})`))"
+    )
+    assert shown == [["image #red"], [], ["image #blue", "(image #script)"], ["(image #far)"]]
+    loaded = "[...document.querySelectorAll('.turn img')].every((one) => one.naturalWidth === 8)"
+    assert page.evaluate(loaded)
+    assert page.locator(".response > .pictures").count() == 0
 
 
 def test_tokens_have_the_colour_of_their_values(opened: Opened, tmp_path: Path) -> None:

@@ -80,8 +80,8 @@ const promptView = (group, go) => {
     el("span", { class: "chips" }, scoreChip(cell("score", row)), chips(row)), el("bdi", { class: "said", text: snippet(completion(row), 400) || "(empty)" })), "");
   list.set(group.rows);
   const messages = json(data.responses.more.messages?.[group.rows[0]] ?? NOTHING);
-  const view = el("article", { class: "through" }, pictures(media(group.rows[0])),
-    part("Prompt", Array.isArray(messages) ? turns(messages) : textBlock(prompt(group.rows[0]), "prompt")),
+  const view = el("article", { class: "through" }, imagesIn(messages) ? null : pictures(media(group.rows[0])),
+    part("Prompt", Array.isArray(messages) ? turns(messages, media(group.rows[0])) : textBlock(prompt(group.rows[0]), "prompt")),
     group.rows.some((row) => cell("score", row) !== null) ? part("Scores", plot) : null,
     group.rows.length > 1 ? comparison(group) : null,
     part(`${group.rows.length.toLocaleString("en")} responses`, list.element));

@@ -96,7 +96,7 @@ const responseView = (row, openPrompt) => {
   const tokens = data.responses.tokens[row], shown = part("Response");
   const ways = [
     tokens ? ["tokens", "Tokens", () => tokenView(tokens)] : null,
-    Array.isArray(episode) ? ["turns", "Turns", () => turns(episode)] : null,
+    Array.isArray(episode) ? ["turns", "Turns", () => turns(episode, media(row).slice(imagesIn(messages)))] : null,
     Array.isArray(segments) ? ["segments", "Segments", () => segmentView(segments)] : null,
     ["text", "Text", () => textBlock(completion(row))],
   ].filter(Boolean);
@@ -114,8 +114,8 @@ const responseView = (row, openPrompt) => {
   const rest = { ...columns, ...extras, ...more, ...(place(row) ? { place: place(row) } : {}) };
   return el("article", { class: "response", "data-row": row },
     el("div", { class: "chips" }, scoreChip(cell("score", row)), chips(row)),
-    pictures(media(row)),
-    part("Prompt", Array.isArray(messages) ? turns(messages) : textBlock(prompt(row), "prompt"),
+    imagesIn(messages) + imagesIn(episode) ? null : pictures(media(row)),
+    part("Prompt", Array.isArray(messages) ? turns(messages, media(row)) : textBlock(prompt(row), "prompt"),
       el("button", { type: "button", class: "link", text: "All responses to this prompt, step by step →", onclick: () => openPrompt(row) })),
     shown,
     part("Rewards", table(facts)),

@@ -37,10 +37,22 @@ const messageText = (content) => {
   return content.map((part) => (typeof part === "string" ? part : part?.type === "text" && typeof part.text === "string" ? part.text : JSON.stringify(part))).join("\n");
 };
 
-// Turns of a chat or an episode.
-const turns = (messages) => el("div", { class: "turns" }, messages.map((message) => {
-  const { role, content, ...more } = message ?? {};
-  const rest = Object.keys(more).length ? textBlock(JSON.stringify(more, null, 1), "code") : null;
-  return el("div", { class: `turn ${role === "assistant" ? "own" : ""}` }, el("div", { class: "role", text: visible(String(role ?? "")) }),
-    content !== undefined && content !== null ? textBlock(messageText(content)) : null, rest);
-}));
+const isImage = (part) => part?.type === "image";
+const partsOf = (message) => (Array.isArray(message?.content) ? message.content : []);
+const imagesIn = (messages) => (Array.isArray(messages) ? messages.flatMap(partsOf).filter(isImage).length : 0);
+
+// Content with the images that its parts stand for, of which `next` returns the names.
+const contentView = (content, next) => (Array.isArray(content) && content.some(isImage)
+  ? el("div", {}, content.map((part) => (isImage(part) ? pictures([next() ?? "image"]) : textBlock(messageText([part])))))
+  : textBlock(messageText(content)));
+
+// Turns of a chat or an episode, which show the images of some names.
+const turns = (messages, names = []) => {
+  const left = [...names];
+  return el("div", { class: "turns" }, messages.map((message) => {
+    const { role, content, ...more } = message ?? {};
+    const rest = Object.keys(more).length ? textBlock(JSON.stringify(more, null, 1), "code") : null;
+    return el("div", { class: `turn ${role === "assistant" ? "own" : ""}` }, el("div", { class: "role", text: visible(String(role ?? "")) }),
+      content !== undefined && content !== null ? contentView(content, () => left.shift()) : null, rest);
+  }));
+};

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from lrlhf.datamodules.rows.bad_rows import BadRow
+from lrlhf.media.decode import BadRow
 
 FOREIGN = Path("/nonexistent/hub")
 """Stands for the folder of rows that come from elsewhere: they name no file of this machine."""
