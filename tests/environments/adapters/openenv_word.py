@@ -6,6 +6,11 @@ from typing import Any
 import uvicorn
 from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
 
+PIXEL = (
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"
+)
+"""A red pixel, as PNG in base64."""
+
 
 class Guess(Action):
     guess: str
@@ -14,6 +19,7 @@ class Guess(Action):
 class Told(Observation):
     text: str
     letters: int = 0
+    drawn: str = PIXEL
 
 
 class Word(Environment[Guess, Told, State]):

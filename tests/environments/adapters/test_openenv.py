@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lrlhf.environments.session import EnvironmentFailure
+from lrlhf.media import MediaOptions
 from tests.environments.adapters.sessions import free_port, opened, served, told
 
 pytest.importorskip("openenv")
@@ -15,13 +16,14 @@ pytest.importorskip("openenv")
 def test_an_openenv_server_reads_turns() -> None:
     port = free_port()
 
-    async def played(observation: str | None) -> list[Any]:
+    async def played(observation: str | None, **options: Any) -> list[Any]:
         async with opened(
             "OpenEnvEnvironment",
             {"options": {"word": "abc"}},
             url=f"http://127.0.0.1:{port}",
             action="guess",
             observation=observation,
+            **options,
         ) as (one, shown, say):
             heard = [await say("abd"), await say("abc")]
             return [shown, heard, await one.outcome()]
@@ -32,7 +34,15 @@ def test_an_openenv_server_reads_turns() -> None:
         assert (told(near), near.reward, near.finish_reason) == ("2 letters are right", 0.5, None)
         assert (right.reward, right.finish_reason, outcome) == (1.0, "done", 0.0)
         shown, (near, _), _ = asyncio.run(played(None))
-        assert json.loads(told(near)) == {"text": "2 letters are right", "letters": 2}
+        fields = json.loads(told(near))
+        assert (fields.pop("drawn")[:4], fields) == (
+            "iVBO",
+            {"text": "2 letters are right", "letters": 2},
+        )
+        shown, (near, _), _ = asyncio.run(played("text", image="drawn", media=MediaOptions()))
+        for text, image in (shown, near.messages[0]["content"]):
+            assert text["text"] in ("3 letters, seed 7", "2 letters are right")
+            assert image["image"].getpixel((0, 0)) == (255, 0, 0)
         with pytest.raises(
             EnvironmentFailure, match="'letters' is 0, no text; it has metadata, text, let"
         ):
