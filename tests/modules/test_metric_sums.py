@@ -451,7 +451,7 @@ def test_a_run_on_chats_is_told_that_completions_are_messages(
 @pytest.mark.parametrize(
     ("cut_off", "differs", "told"),
     [
-        ([1, 1, 1, 1], [1, 0], ["8 of 8 responses of the first 2 steps were cut off at 3 tokens"]),
+        ([1, 1, 1, 1], [1, 0], ["8 of 8 responses of the first 2 steps were cut off at 16 tokens"]),
         ([1, 1, 0, 1], [0, 0], ["4 of 4 groups of the first 2 steps had equal rewards"]),
         ([1, 1, 0, 1], [0, 1], []),
     ],
@@ -459,7 +459,7 @@ def test_a_run_on_chats_is_told_that_completions_are_messages(
 def test_first_steps_from_which_nothing_can_be_learnt_are_told_once(
     caplog: pytest.LogCaptureFixture, cut_off: list[int], differs: list[int], told: list[str]
 ) -> None:
-    watch = FirstResponses(max_new_tokens=3)
+    watch = FirstResponses(max_new_tokens=16)
     for _ in range(4):
         watch.observe(torch.tensor(cut_off) > 0, torch.tensor(differs) > 0, num_generations=2)
     assert [message.partition(":")[0].partition(",")[0] for message in caplog.messages] == told
@@ -467,4 +467,8 @@ def test_first_steps_from_which_nothing_can_be_learnt_are_told_once(
     alone = FirstResponses(max_new_tokens=3)
     for _ in range(2):
         alone.observe(torch.zeros(2) > 0, torch.zeros(2) > 0, num_generations=1)
+    # a limit of three tokens is meant to cut
+    short = FirstResponses(max_new_tokens=3)
+    for _ in range(2):
+        short.observe(torch.ones(2) > 0, torch.ones(1) > 0, num_generations=2)
     assert len(caplog.messages) == len(told)

@@ -182,6 +182,8 @@ def explained_variance(error_std: float, return_std: float) -> float:
 logger = logging.getLogger(__name__)
 
 _FIRST = 2
+_SHORT = 16
+"""A limit of fewer tokens is meant to cut, as behind an answer that is a number."""
 _ITERATIONS = 5
 _RESPONSES = 64
 
@@ -212,7 +214,7 @@ class FirstResponses:
         self._all_equal &= num_generations > 1 and not bool(informative.any())
         if self._iterations < _FIRST:
             return
-        if self._all_cut_off:
+        if self._all_cut_off and self._max_new_tokens >= _SHORT:
             logger.warning(
                 "%d of %d responses of the first %d steps were cut off at %d tokens: if they are "
                 "to end by themselves, raise sampling.max_new_tokens",
