@@ -109,6 +109,8 @@ def test_the_short_help_speaks_of_options_that_the_command_has(
     assert {option for option in named - known if option not in every} == set()
 
 
+# of models with code of their own that other tests have loaded
+@pytest.mark.filterwarnings("ignore:(?s).*transformers_modules")
 def test_what_the_help_says_next_works(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
