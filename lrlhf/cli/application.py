@@ -105,7 +105,7 @@ class Application(Commands):
     def before_instantiate_classes(self) -> None:
         # the other processes of a run have the same config
         if rank_zero_only.rank == 0:  # type: ignore[attr-defined]  # Lightning puts it there
-            for finding in self.findings():
+            for finding in [*self.findings()]:  # an error stands alone
                 if finding.startswith("row "):
                     logger.info("%s", finding)
 

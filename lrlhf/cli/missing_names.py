@@ -36,8 +36,8 @@ CHECKPOINT_WORDS = {"last", "best", "hpc"}
 _MAY_HOLD_MORE = re.compile(r"__getattr__ *\(|import \*|\b(globals|exec|setattr)\(")
 """In the source of a module that may have names which it does not define."""
 _CONFIG = ("-c", "--config")
-_OF_RUNS = ("fit", "validate", "test", "predict", "check", "plan", "generate")
-"""Commands that read data and weights on this machine."""
+_OF_RUNS = ("fit", "validate", "test", "predict", "check")
+"""Commands that need data and weights on this machine; a plan is made without them."""
 
 
 class _Place(NamedTuple):
@@ -64,6 +64,7 @@ def check_missing(files: Sequence[ConfigFile], arguments: Sequence[str]) -> None
     """
     places = [*_places(files, arguments)]
     folders = folders_of_own_code(files)
+    reads = arguments[0] in _OF_RUNS and not any(a.startswith("--print_config") for a in arguments)
     for place in places:
         keys = place.keys
         names_class = keys in {("model",), ("data",)} or keys[-1:] == ("class_path",)
@@ -73,11 +74,7 @@ def check_missing(files: Sequence[ConfigFile], arguments: Sequence[str]) -> None
         elif keys[:3] == ("model", "rewards", "functions") and len(keys) == 4:
             if complaint := _no_function(place.text, folders):
                 raise ConfigError(f"{place.where}: {complaint}")
-        elif (
-            arguments[0] in _OF_RUNS
-            and (complaint := _no_path(place, places))
-            and _is_final(place, places)
-        ):
+        elif reads and (complaint := _no_path(place, places)) and _is_final(place, places):
             raise ConfigError(f"{place.where}: {complaint}")
 
 

@@ -1,5 +1,6 @@
 """Typical mistakes end with status 2 and a message that says what to do, before weights load."""
 
+import re
 import runpy
 import shutil
 from pathlib import Path
@@ -46,7 +47,7 @@ def test_a_mistake_is_answered_before_weights_are_loaded(
     error = capsys.readouterr().err
     assert "Traceback" not in error
     assert status == 2
-    assert error.startswith("error: ")
+    assert re.match(r"(\d\d:\d\d:\d\d row 1 .*\n)?error: ", error)
     for part in mistake.says:
         assert part in error
 

@@ -52,7 +52,7 @@ OPTIONS = {
     "--model.policy=./no_such_model": "no_such_model",
     '--model.rewards.functions=["exact_mtch"]': "exact_mtch exact_match",
     reward("raising"): "raising the reward is broken",
-    reward("too_few"): "too_few 8",
+    reward("too_few"): "too_few 2",
 }
 CASES = [
     *(pytest.param(rows, "", culprits, id=name) for name, (rows, culprits) in ROWS.items()),
