@@ -73,6 +73,12 @@ def logged_in_validation(trainer: L.Trainer) -> set[str]:
     return {result.meta.name for result in results.values()}
 
 
+def step_values(trainer: L.Trainer) -> dict[str, Any]:
+    """Return what training steps logged last, by name: another object after each log."""
+    results = trainer.fit_loop.epoch_loop._results
+    return {result.meta.name: result._forward_cache for result in results.values()}
+
+
 def next_log_row(trainer: L.Trainer) -> tuple[dict[str, Any], int] | None:
     """Return the metrics and the step of the row that is written when the callbacks are done.
 

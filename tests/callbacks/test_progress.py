@@ -41,6 +41,26 @@ def test_without_a_terminal_there_is_one_plain_line_per_step(
     ]
 
 
+class Every(ToyPolicy):
+    """Logs every other step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+        if batch_idx % 2 == 0:
+            self.log("own/value", float(batch_idx))
+
+
+@pytest.mark.parametrize("every", [1, 2, 5])
+def test_a_plain_line_does_not_repeat_what_an_earlier_step_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], every: int
+) -> None:
+    bar = PhaseProgress(metrics={"own/value": "value"})
+    fit = trainer(tmp_path, bar, enable_progress_bar=True, log_every_n_steps=every)
+    fit.fit(Every(), batches(5))
+    values = re.findall(r"step \d/5 (?: value (\d) )?", capsys.readouterr().out)
+    assert values == ["0", "", "2", "", "4"]
+
+
 def test_an_evaluation_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path, PhaseProgress(), 2, val_check_interval=2, num_sanity_val_steps=-1)
     evaluations = re.findall(r"eval at step.*", capsys.readouterr().out)

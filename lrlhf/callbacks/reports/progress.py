@@ -20,7 +20,7 @@ from lrlhf.callbacks.eval_jsonl import is_evaluation
 from lrlhf.modules.contracts import Exportable, Measured, SamplesResponses
 from lrlhf.modules.metrics.measurement import HasMeasurements
 from lrlhf.rollout.listener import RolloutListener
-from lrlhf.run.lightning_internals import shows_training
+from lrlhf.run.lightning_internals import shows_training, step_values
 from lrlhf.run.seeding import model_step
 
 _OF_POLICIES = {
@@ -84,6 +84,7 @@ class PhaseProgress(KeepsArguments, TQDMProgressBar, RolloutListener):
         self._step_start = 0.0
         self._printed_step = 0
         self._start: tuple[float, int] | None = None
+        self._told: Mapping[str, Any] = {}
         if self.plain:
             super().disable()
 
@@ -149,7 +150,7 @@ class PhaseProgress(KeepsArguments, TQDMProgressBar, RolloutListener):
             return
         self._printed_step = step
         words = [f"step {step}" if math.isinf(total) else f"step {step}/{int(total)}"]
-        words += [f"{label} {value}" for label, value in self._shown(trainer).items()]
+        words += [f"{label} {value}" for label, value in self._shown(trainer, fresh=True).items()]
         now = time.monotonic()
         pace = f"{now - self._step_start:.1f} s/step"
         phases = " ".join(f"{name} {seconds:.1f}" for name, seconds in self._seconds.items())
@@ -185,11 +186,17 @@ class PhaseProgress(KeepsArguments, TQDMProgressBar, RolloutListener):
         # the bar's own way: it is drawn again below the line, whichever of its bars is there
         self.val_progress_bar.write(_GAP.join(_fitting(words, min(_MAX_WIDTH, columns - 1))))
 
-    def _shown(self, trainer: L.Trainer) -> dict[str, str]:
+    def _shown(self, trainer: L.Trainer, *, fresh: bool = False) -> dict[str, str]:
+        """Return what was logged last; ``fresh``: without what an earlier line has told."""
         logged, names = trainer.callback_metrics, self.metrics
         if names is None:
             names = _OF_POLICIES if _OF_POLICIES.keys() & logged.keys() else _OF_OTHERS
-        return {label: short(logged[key]) for key, label in names.items() if key in logged}
+        shown = {key: label for key, label in names.items() if key in logged}
+        if fresh:
+            told, self._told = self._told, step_values(trainer)
+            old = {k for k, value in self._told.items() if value is None or value is told.get(k)}
+            shown = {key: label for key, label in shown.items() if key not in old}
+        return {label: short(logged[key]) for key, label in shown.items()}
 
 
 def _described(model: nn.Module) -> str:
