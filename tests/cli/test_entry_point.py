@@ -46,8 +46,8 @@ def test_a_command_is_explained_and_a_config_refused_without_torch(
 
 @pytest.mark.slow  # loads torch
 def test_what_takes_seconds_is_announced_on_stderr(tmp_path: Path) -> None:
-    (tmp_path / "sums.yaml").write_text("model: RLO\n")
-    (tmp_path / "more.yaml").write_text("trainer: {}\n")
+    (tmp_path / "sums.yaml").write_text("model: RLOO\n")
+    (tmp_path / "more.yaml").write_text("trainer: {max_steps: many}\n")
     command = [sys.executable, "-m", "lrlhf", "fit", "--config", "sums.yaml", "--config=more.yaml"]
 
     result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
@@ -58,7 +58,7 @@ def test_what_takes_seconds_is_announced_on_stderr(tmp_path: Path) -> None:
 
     first, answer = result.stderr.splitlines()
     assert first == f"lrlhf {version('lrlhf')}: read sums.yaml, more.yaml; loading torch ..."
-    assert answer.startswith("error: sums.yaml:1: model: ")
+    assert answer.startswith("error: more.yaml:1: trainer.max_steps: ")
     assert second.stderr.splitlines() == [answer]
     assert result.stdout == second.stdout == ""
 
