@@ -118,9 +118,22 @@ def end_process(status: int) -> NoReturn:
     try:
         threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing ends its processes
         atexit._run_exitfuncs()
+        _end_own_modules()
     finally:
         _finish_files()
         os._exit(status)
+
+
+def _end_own_modules() -> None:
+    """Let go of what the user's own modules hold: some files get their end when they are freed."""
+    installed, own = (sys.prefix, sys.base_prefix, __file__.rpartition(os.sep)[0]), False
+    for module in [*sys.modules.values()]:
+        file = getattr(module, "__file__", None)
+        if file and not file.startswith(installed):
+            vars(module).clear()
+            own = True
+    if own:
+        gc.collect()
 
 
 def _finish_files() -> None:

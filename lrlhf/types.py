@@ -10,7 +10,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, Literal, Self
 
 import torch
@@ -56,10 +56,16 @@ class Media:
         tokens: Counter[str] = Counter()
         for part in parts:
             tokens.update(part.tokens)
-        kinds = ("images", "videos", "audios", "names")
-        shown = {
+        kinds = ("images", "videos", "audios")
+        shown: dict[str, tuple[Any, ...]] = {
             kind: tuple(chain.from_iterable(getattr(p, kind) for p in parts)) for kind in kinds
         }
+        names: list[list[str]] = [[], [], []]  # kind by kind, as those of each part
+        for part in parts:
+            remaining = iter(part.names)
+            for own, kind in zip(names, kinds, strict=True):
+                own += islice(remaining, len(getattr(part, kind)))
+        shown["names"] = tuple(chain.from_iterable(names))
         return cls(
             tensors={}, tokens=dict(tokens), prompt_ids=tuple(prompt_ids), parts=(*parts,), **shown
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+import tokenize
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
@@ -33,7 +34,7 @@ _DATA_MODULES = {
 """Those whose data may be files of rows."""
 CHECKPOINT_WORDS = {"last", "best", "hpc"}
 """What ``ckpt_path`` may be instead of a path."""
-_MAY_HOLD_MORE = re.compile(r"__getattr__ *\(|import \*|\b(globals|exec|setattr)\(")
+_MAY_HOLD_MORE = re.compile(r"__getattr__|import \*|\b(globals|vars|exec|setattr)\(|__dict__")
 """In the source of a module that may have names which it does not define."""
 _CONFIG = ("-c", "--config")
 _OF_RUNS = ("fit", "validate", "test", "predict", "check")
@@ -65,11 +66,16 @@ def check_missing(files: Sequence[ConfigFile], arguments: Sequence[str]) -> None
     places = [*_places(files, arguments)]
     folders = folders_of_own_code(files)
     reads = arguments[0] in _OF_RUNS and not any(a.startswith("--print_config") for a in arguments)
+    own_code = any(
+        PathFinder.find_spec(each.text.partition(".")[0], folders)
+        for each in places
+        if "." in each.text and _PATH.fullmatch(each.text)
+    )
     for place in places:
         keys = place.keys
         names_class = keys in {("model",), ("data",)} or keys[-1:] == ("class_path",)
         if names_class or (keys == ("trainer", "logger") and place.text[:1].isupper()):
-            if complaint := _no_class(place.text, folders):
+            if complaint := _no_class(place.text, folders, own_code=own_code):
                 raise ConfigError(f"{place.where}: {complaint}")
         elif keys[:3] == ("model", "rewards", "functions") and len(keys) == 4:
             if complaint := _no_function(place.text, folders):
@@ -142,12 +148,16 @@ def _no_path(place: _Place, places: Sequence[_Place]) -> str:
         kinds = {each.text for each in places if each.keys in {("data", "class_path"), ("data",)}}
         if not kinds - {""} <= _DATA_MODULES:
             return ""
-        if len(keys) > 2 and keys[-1] != "source" and not keys[2].startswith("["):
+        owner = next((p.text for p in places if p.keys == (*keys[:-1], "class_path")), "")
+        weighted = keys[-1] == "source" and owner.rpartition(".")[2] in {"", "Weighted"}
+        if len(keys) > 2 and not weighted and not (len(keys) == 3 and keys[2].startswith("[")):
             return ""
         names_file |= bool(_DATA_FILE.fullmatch(text)) and not path.exists()
         if names_file and not any(mark in text for mark in "*?[@"):
             return f"there is no file or folder {text!r}{nearest_path(path)}"
-    elif keys[0] == "model" and (keys[1:] in {("policy",), ("model",)} or keys[-1] == "source"):
+    elif keys[0] == "model" and (
+        keys[1:] in {("policy",), ("model",)} or (keys[-1] == "source" and "rewards" not in keys)
+    ):
         if names_file:
             return f"source {text!r}: no such file or folder{nearest_path(path)}"
         module = re.split(r"[./]", text.removeprefix("package:"))[0]
@@ -165,11 +175,12 @@ def _no_function(name: str, folders: Sequence[str]) -> str:
     return f"reward function {name!r} cannot be imported: {reason}" if reason else ""
 
 
-def _no_class(class_path: str, folders: Sequence[str]) -> str:
-    if not _PATH.fullmatch(class_path):
+def _no_class(class_path: str, folders: Sequence[str], *, own_code: bool) -> str:
+    if not _PATH.fullmatch(class_path) or Path(class_path).is_file():  # a config of its own
         return ""
     if "." not in class_path:
-        if "lightning" in sys.modules:  # a program's own classes may be imported as well
+        # classes of a program or of modules that a config names may be meant by their names alone
+        if own_code or "lightning" in sys.modules:
             return ""
         known = exported_names()
         near = hint(class_path, known) if class_path not in known | _other_classes() else ""
@@ -223,10 +234,11 @@ def _is_within(file: Path, folders: Sequence[str]) -> bool:
 @cache
 def _names_in(file: Path) -> frozenset[str] | None:
     """All that a module binds anywhere; None: it may hold more, or is no valid Python."""
-    text = file.read_text(encoding="utf-8")
     try:
+        with tokenize.open(file) as source:  # in the encoding that the file names
+            text = source.read()
         tree = ast.parse(text)
-    except SyntaxError:
+    except (SyntaxError, ValueError):
         return None
     if _MAY_HOLD_MORE.search(text) and "lazy_exports(" not in text:
         return None

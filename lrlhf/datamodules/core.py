@@ -297,8 +297,8 @@ class RowDataModule(ShowsOptions, L.LightningDataModule, Generic[RowT, BatchT]):
 
     @batch_size.setter
     def batch_size(self, size: int) -> None:
-        if size < 1:
-            raise ValueError(f"batch_size={size}: give 1 or more")
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"batch_size={size}: give a whole number, 1 or more")
         if self.trainer is not None and self.trainer.training and not self._searched:
             raise ValueError(
                 "a run keeps its batch_size: set it before fit, or between two of them"

@@ -346,7 +346,13 @@ def mcp_content(blocks: Sequence[Mapping[str, Any]]) -> str | list[Any]:
     for block in blocks:
         if block["type"] == "image":
             # as bytes, which no text has a form for
-            parts.append({"type": "image", "image": base64.b64decode(block["data"])})
+            if not block.get("data"):
+                raise ValueError("an image without data")
+            try:
+                image = base64.b64decode(block["data"], validate=True)
+            except ValueError as error:
+                raise ValueError(f"an image that is no base64: {error}") from error
+            parts.append({"type": "image", "image": image})
             continue
         parts.append(block.get("resource", block).get("text"))
         if parts[-1] is None:
@@ -355,9 +361,22 @@ def mcp_content(blocks: Sequence[Mapping[str, Any]]) -> str | list[Any]:
     return "\n".join(filter(None, parts)) if is_text else parts
 
 
+def mcp_text(content: str | Sequence[Any]) -> str:
+    """Return the texts of what `mcp_content` gave."""
+    texts = [content] if isinstance(content, str) else content
+    return "\n".join(part for part in texts if isinstance(part, str))
+
+
 def _shows(entry: Any) -> bool:
-    typed = isinstance(entry, Mapping) and isinstance(entry.get("type"), str)
-    return isinstance(entry, Image.Image) or (typed and kind_of(entry) is not None)
+    """Whether an entry is an image, or a part of a message: mappings with other keys are JSON."""
+    if isinstance(entry, Image.Image):
+        return True
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("type"), str):
+        return False
+    kind = kind_of(entry)
+    names = (kind, f"{kind}_url", f"input_{kind}", "bytes", "path", "url", "data")
+    has_data = any(entry.get(name) is not None for name in names)
+    return kind is not None and (has_data or len(entry) == 1)
 
 
 def _is_part(entry: Any) -> bool:

@@ -127,10 +127,16 @@ def anchored(value: Any, folder: Path | None, options: MediaOptions) -> Any:
     if isinstance(value, list | tuple):
         return [anchored(entry, folder, options) for entry in value]
     if isinstance(value, Mapping):
-        # what a row knows of a file beside its bytes is only its name
-        path = value.get("path")
-        known = path is None or any(value.get(key) is not None for key in ("bytes", "array"))
-        return value if known else anchored(path, folder, options)
+        # what a row knows of a file beside its content is only its name
+        content = value.get("bytes")
+        if content is not None and not isinstance(content, str):
+            return value
+        if value.get("array") is not None:
+            return {**value, "bytes": None, "path": None}
+        path = content or value.get("path")
+        return value if path is None else anchored(path, folder, options)
+    if isinstance(value, Path) and folder == FOREIGN:
+        value = str(value)
     if not isinstance(value, str) or value.startswith("data:"):
         return value
     if "://" in value and not value.startswith("file:"):
@@ -190,7 +196,9 @@ def read_parts(parts: Sequence[Any], options: MediaOptions) -> list[Message]:
                 "that one message shows",
                 remedy="scale such images down beforehand",
             )
-        read.append({"type": "image", "image": read_image(value, options)})
+        image = read_image(value, options)
+        pixels += max(0, image.width * image.height - width * height)  # it may be enlarged
+        read.append({"type": "image", "image": image})
     return read
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from lrlhf.media.decode import BadRow
+from lrlhf.media.refs import media_name
 
 FOREIGN = Path("/nonexistent/hub")
 """Stands for the folder of rows that come from elsewhere: they name no file of this machine."""
@@ -33,7 +34,7 @@ def local_path(named: str, folder: Path | None, *, root: Path | None) -> str:
     if root is None and folder == FOREIGN:
         raise BadRow(
             _OUTSIDE,
-            f"a row of a hub data set names the file {named!r}",
+            f"a row of a hub data set names the file {media_name(named)!r}",
             remedy="set media.root to the folder that holds the files of the data set",
         )
     path = _expanded(Path(unquote(urlsplit(named).path) if named.startswith("file:") else named))
@@ -47,7 +48,7 @@ def local_path(named: str, folder: Path | None, *, root: Path | None) -> str:
     if not any(target.is_relative_to(_target(allowed)) for allowed in _allowed(base)):
         raise BadRow(
             _OUTSIDE,
-            f"{named!r} leads to {str(target)!r}, which is not in {str(base)!r}",
+            f"{media_name(named)!r} leads to {media_name(target)!r}, which is not in {str(base)!r}",
             remedy="set media.root to a folder that holds all files",
         )
     return str(path if root is None and folder is None else absolute)

@@ -35,6 +35,11 @@ class SingleModelModule(TrainingModule):
     default_lr: ClassVar[float]
     """Where the optimizer names none."""
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if isinstance(vars(cls).get("lr"), int | float):
+            raise TypeError(f"{cls.__name__}.lr is the rate in force: set default_lr")
+
     def __init__(
         self,
         *,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -83,10 +82,13 @@ def rollout_records(
 def _media(shown: Media | None, episode: Episode | None) -> dict[str, Any]:
     """Name what the prompt shows, and the images behind it, in order."""
     names = [] if shown is None else list(shown.names)
-    images = () if episode is None else episode.images
-    if any(map(operator.is_not, images, () if shown is None else shown.images)):
-        names = []  # an agent sends its own
-    names += map(image_name, images[len(names) :])
+    if episode is not None:
+        images, of_prompt = episode.images, () if shown is None else shown.images
+        count, others = len(of_prompt), names[len(of_prompt) :]  # videos and audio
+        own = (one is other or one == other for one, other in zip(images, of_prompt, strict=False))
+        if len(images) < count or not all(own):
+            count = 0  # an agent sends its own
+        names = [*names[:count], *map(image_name, images[count:]), *others]
     return {"media": names} if names else {}
 
 

@@ -308,7 +308,8 @@ def token_prompts(
 
 def left_padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return ids and mask of rows, `[B, T]`, padded with a token that every model has."""
-    pad_id, device = int(rows[0][0]), rows[0].device
+    # the last token, because the first may stand for an image, and models do not mask that
+    pad_id, device = int(rows[0][-1]), rows[0].device
     ids = pad_sequence(list(rows), batch_first=True, padding_value=pad_id, padding_side="left")
     lengths = torch.tensor([len(row) for row in rows], device=device)
     return ids, torch.arange(ids.shape[1], device=device) >= ids.shape[1] - lengths[:, None]

@@ -129,7 +129,12 @@ class RolloutQueue:
             return None
         if _shows_turns(rollout):
             return rollout
-        return replace(rollout, media=repeated_media(prompts.media, num_generations))
+        media = repeated_media(prompts.media, num_generations)
+        if rollout.episodes is not None and media is not None:
+            # an agent may have asked without the prompt's images
+            shown = rollout.media or (None,) * len(rollout)
+            media = tuple(entry if own else None for own, entry in zip(shown, media, strict=True))
+        return replace(rollout, media=media if any(media or ()) else None)
 
     def wait(self) -> None:
         """Wait until the engine is idle; its responses stay."""
@@ -189,8 +194,8 @@ def _stored(pending: _Pending) -> dict[str, Any]:
     pixels = {key: torch.from_numpy(np.array(image)) for key, image in images.items()}
     return {
         "prompts": pending.prompts,
-        # those of prompts alone come with the prompts again
-        "media": media_tensors(rollout) if _shows_turns(rollout) else {},
+        # those of prompts alone come with the prompts again; which of them an agent has shown, not
+        "media": media_tensors(rollout) if _shows_turns(rollout) or rollout.episodes else {},
         "rollout": {name: getattr(rollout, name) for name in ROLLOUT_TENSORS},
         # without the environments, which end with the process
         "episodes": rollout.episodes

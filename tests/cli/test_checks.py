@@ -218,9 +218,9 @@ def test_rewards_of_a_wrong_shape_are_found_on_made_responses(
     seen = CheckedRows([FirstRows("train", [prompt], 1, complete=True)], frozenset({"gold"}), 1)
     if refused:
         with pytest.raises(MistakeError, match=re.escape(refused)):
-            try_rewards({"mine": function}, seen)
+            try_rewards({"mine": function}, seen, 2)
         return
-    left_out = try_rewards({"mine": function}, seen)
+    left_out = try_rewards({"mine": function}, seen, 2)
     assert left_out == (["mine"] if isinstance(function, Remote) else [])
     told = "cannot score a made response: KeyError: 'no answer'"
     assert (told in caplog.text) == (function is strict)

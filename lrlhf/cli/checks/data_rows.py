@@ -324,15 +324,17 @@ _MADE = "This is a made response."
 _TRIAL_SECONDS = 10.0
 
 
-def try_rewards(functions: Mapping[str, Any], seen: CheckedRows) -> list[str]:
-    """Call reward functions on two made responses to the first prompt, before there are others.
+def try_rewards(functions: Mapping[str, Any], seen: CheckedRows, count: int) -> list[str]:
+    """Call reward functions on made responses to the first prompt, before there are others.
 
-    What loads a model or asks a server is left out, and what reads episodes or other rewards. An
-    exception of a function is only told: a made response may be none that it can score.
+    What loads a model or asks a server is left out, what reads episodes or other rewards, and what
+    is awaited, as it may keep the event loop of its first call. An exception of a function is only
+    told: a made response may be none that it can score.
 
     Args:
         functions: By name.
         seen: The first rows.
+        count: Responses to the prompt.
 
     Returns:
         Names of those that were left out.
@@ -346,10 +348,10 @@ def try_rewards(functions: Mapping[str, Any], seen: CheckedRows) -> list[str]:
         return [*functions]
     turns = [{"role": "assistant", "content": _MADE}]
     available = {
-        **{name: [value] * 2 for name, value in row.columns.items()},
-        **{"prompts": [row.prompt] * 2, "completion_ids": [[*range(3)]] * 2},
-        "completions": [_MADE if isinstance(row.prompt, str) else turns] * 2,
-        **{"step": [0] * 2, "max_steps": [1] * 2, "truncated": [False] * 2},
+        **{name: [value] * count for name, value in row.columns.items()},
+        **{"prompts": [row.prompt] * count, "completion_ids": [[*range(3)]] * count},
+        "completions": [_MADE if isinstance(row.prompt, str) else turns] * count,
+        **{"step": [0] * count, "max_steps": [1] * count, "truncated": [False] * count},
         **dict.fromkeys(("log_metric", "log_extra"), lambda *_: None),
     }
     left_out = []
@@ -357,14 +359,19 @@ def try_rewards(functions: Mapping[str, Any], seen: CheckedRows) -> list[str]:
         signature = inspect.signature(function)
         if _is_ours(function):
             continue  # whose values need no check
-        if not _is_local(function) or {*OF_EPISODES, OTHER_REWARDS} & {*signature.parameters}:
+        awaited = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+        if (
+            awaited
+            or not _is_local(function)
+            or {*OF_EPISODES, OTHER_REWARDS} & {*signature.parameters}
+        ):
             left_out.append(name)
             continue
         arguments = chosen_arguments(name, signature, available, filled_by_python(function))
         with isolate_rng():
             (outcome,) = Dispatcher(_TRIAL_SECONDS).run([Call(name, function, arguments)])
         if outcome.error is None:
-            _check_returned(name, outcome.value)
+            _check_returned(name, outcome.value, count)
         elif isinstance(outcome.error, TypeError) and _is_of_call(outcome.error):
             raise MistakeError(("model", "rewards"), f"reward function {name!r}: {outcome.error}")
         else:
@@ -396,9 +403,9 @@ def _is_of_call(error: BaseException) -> bool:
     return bool(frames[-1].f_globals["__name__"] == Dispatcher.__module__)
 
 
-def _check_returned(name: str, value: Any) -> None:
+def _check_returned(name: str, value: Any, count: int) -> None:
     try:
-        checked = check_values(value, function=name, rows=[0, 1])
+        checked = check_values(value, function=name, rows=[*range(count)])
     except RewardError as error:
         raise MistakeError(("model", "rewards"), str(error)) from error
     if checked.bad and not all(isinstance(each, Number | Tensor | None) for each in value):

@@ -146,7 +146,7 @@ def _of_rewards(parts: Parts, seen: CheckedRows, settings: PolicySettings | None
     if settings is None or settings.episodes is not None:
         return []
     functions, others = parts.reward_functions()
-    others = [*try_rewards(functions, seen), *others]
+    others = [*try_rewards(functions, seen, max(2, settings.num_generations)), *others]
     return [f"rewards  not called on made responses: {', '.join(others)}"] if others else []
 
 

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
-from lrlhf.environments.tools import Tool, mcp_content
+from lrlhf.environments.tools import Tool, mcp_content, mcp_text
 
 
 class McpTools:
@@ -130,8 +130,7 @@ class McpTools:
             self._failure = ValueError(f"the tool {name} gave {error}: leave its server out")
             raise self._failure from error
         if result.is_error:
-            texts = [part for part in content if isinstance(part, str)]
-            raise RuntimeError(content if isinstance(content, str) else "\n".join(texts))
+            raise RuntimeError(mcp_text(content))
         return content if result.content else result.structured_content
 
 

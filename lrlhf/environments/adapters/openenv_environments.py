@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from lrlhf.environments.session import TextEnvironment
-from lrlhf.environments.tools import Tool, mcp_content, result_text
+from lrlhf.environments.tools import Tool, mcp_content, mcp_text, result_text
 
 _DAY = 86_400.0
 
@@ -176,5 +176,5 @@ class OpenEnvTools(_Client):
             self._failure = ValueError(f"{name} gave {error}")
             raise self._failure from error
         if result.get("is_error"):
-            raise RuntimeError(str(content))
+            raise RuntimeError(mcp_text(content))
         return content

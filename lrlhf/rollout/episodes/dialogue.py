@@ -425,7 +425,8 @@ class ContextUpdater:
             state.fail(str(error))
         if longest is not None and len(state.context) >= longest:
             state.fail(f"the prompt has {len(state.context)} tokens, and the model reads {longest}")
-            state.set_prompt(state.prompt, ContextTokens(state.prompt_ids[:1]), state.images)
+            # the last token: the first may stand for an image
+            state.set_prompt(state.prompt, ContextTokens(state.prompt_ids[-1:]), state.images)
 
     def extend(self, state: EpisodeState, reaction: Reaction, longest: int | None) -> bool:
         """Append the reaction to the policy's last turn, and return whether a further turn follows.

@@ -194,7 +194,8 @@ class EpisodeEngine(EngineWrapper):
             states.append(state)
             columns = {**row, "prompt": prompts.prompts[group]}
             if self._media is not None:
-                columns |= {"images": [*images]}
+                # the policy, the rewards and the group's other episodes have the originals
+                columns |= {"images": [image.copy() for image in images]}
             opening[self._loop.submit(session.open(columns))] = state
         for future in self._wait(opening, ALL_COMPLETED):
             state = opening[future]
@@ -440,8 +441,10 @@ def _prompts(prompts: PromptBatch, states: Sequence[EpisodeState]) -> PromptBatc
     device, copies = prompts.input_ids.device, len(states) // len(prompts)
     rows = prompts.select(torch.arange(len(states)) // copies)
     own = [torch.tensor(state.prompt_ids, device=device) for state in states]
-    before = prompt_token_ids(rows)
-    if all(torch.equal(one, other) for one, other in zip(own, before, strict=True)):
+    before, shown = prompt_token_ids(rows), rows.media or (None,) * len(rows)
+    # other images of the same size have the same tokens
+    same_media = all(s.prompt_tokens.row_media is one for s, one in zip(states, shown, strict=True))
+    if same_media and all(torch.equal(*pair) for pair in zip(own, before, strict=True)):
         return rows
     changed = tuple(state.prompt for state in states)
     media = [state.prompt_tokens.row_media for state in states]
