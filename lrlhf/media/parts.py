@@ -164,7 +164,7 @@ def read_parts(parts: Sequence[Any], options: MediaOptions) -> list[Message]:
             pixels than one image may have.
     """
     read: list[Message] = []
-    pixels, most = 0, Image.MAX_IMAGE_PIXELS
+    pixels = 0
     for part in parts:
         if isinstance(part, Image.Image):
             part = {"type": "image", "image": part}
@@ -188,18 +188,23 @@ def read_parts(parts: Sequence[Any], options: MediaOptions) -> list[Message]:
             )
         value = anchored(value, FOREIGN, options)
         width, height = check_image(value)
-        pixels += width * height
-        if most is not None and pixels > most:
-            raise MediaError(
-                "image too large",
-                f"{media_name(value)} and those before it have {pixels} pixels; {most} is the most "
-                "that one message shows",
-                remedy="scale such images down beforehand",
-            )
+        _check_pixels(pixels + width * height, value)
         image = read_image(value, options)
-        pixels += max(0, image.width * image.height - width * height)  # it may be enlarged
+        pixels += max(image.width * image.height, width * height)  # it may be enlarged
+        _check_pixels(pixels, value)
         read.append({"type": "image", "image": image})
     return read
+
+
+def _check_pixels(pixels: int, value: Any) -> None:
+    most = Image.MAX_IMAGE_PIXELS
+    if most is not None and pixels > most:
+        raise MediaError(
+            "image too large",
+            f"{media_name(value)} and those before it have {pixels} pixels; {most} is the most "
+            "that one message shows",
+            remedy="scale such images down beforehand",
+        )
 
 
 def without_images(

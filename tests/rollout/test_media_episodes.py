@@ -30,7 +30,8 @@ from lrlhf.environments import Episodes, TextEnvironment
 from lrlhf.environments.session import Reaction, TurnPrompt, TurnTokens
 from lrlhf.guard.dump import StepBundle, read_bundle, write_bundle
 from lrlhf.media import MediaOptions, MediaProcessor
-from lrlhf.media.parts import without_images
+from lrlhf.media.decode import MediaError
+from lrlhf.media.parts import read_parts, without_images
 from lrlhf.models import allow_packing, sequence_logprobs
 from lrlhf.models.packed.packing import compact, find_trees
 from lrlhf.modules.policy.generate import PromptReader
@@ -39,8 +40,9 @@ from lrlhf.rewards import Rewards
 from lrlhf.rollout import Collector, RolloutQueue, Sampling, TransformersEngine
 from lrlhf.rollout.engines.engine import RolloutEngine
 from lrlhf.rollout.episodes.episode_engine import EpisodeEngine
+from lrlhf.rollout.responses import left_padded
 from lrlhf.rollout.storage import load_rollout, save_rollout
-from lrlhf.types import PromptBatch, Rollout
+from lrlhf.types import Media, PromptBatch, Rollout
 from tests.matrices import few_of
 from tests.models.test_packing import assert_same_gradients, gradients
 from tests.rollout.scripted_engine import ScriptedEngine
@@ -305,6 +307,54 @@ def branching(vlm: Vlm, monkeypatch: pytest.MonkeyPatch, *, num_generations: int
     )
 
 
+@pytest.mark.parametrize("sent", [4, 0, None])
+def test_an_agents_first_turn_sees_what_the_agent_sends(
+    vlm: Vlm, monkeypatch: pytest.MonkeyPatch, sent: int | None
+) -> None:
+    first = request("look") if sent is None else request([sent, "look"])
+    session = "lrlhf.rollout.episodes.episode_engine.Session"
+    monkeypatch.setattr(session, lambda *_, **__: Agent(first))
+    # the data show picture 0: another one of the same size has the same tokens
+    rollout = play(
+        vlm,
+        TransformersEngine(),
+        prompts_of(vlm, [0]),
+        sampling=Sampling(max_new_tokens=12),
+        environment=Album,
+        history="template",
+    )
+    assert_plain(vlm, rollout, [[] if sent is None else [sent]])
+    with torch.no_grad():
+        trained = sequence_logprobs(vlm.model, rollout)
+    mask = rollout.response_mask
+    torch.testing.assert_close(rollout.sampling_logprobs[mask], trained[mask], rtol=0, atol=1e-5)
+
+
+def test_an_environment_may_draw_on_its_images(vlm: Vlm) -> None:
+    class Draws(Shows):
+        def reset(self, images: list[Image.Image]) -> None:
+            images[0].paste((0, 0, 0), (0, 0, 40, 40))
+
+    prompts = prompts_of(vlm, [0])
+    engine = ScriptedEngine(lambda _: "ok<|im_end|>")
+    rollout = play(vlm, engine, prompts, environment=Draws)
+    (episode,) = rollout.episodes or ()
+    assert episode.images[0] == picture(0)
+
+
+def test_prompts_that_begin_with_an_image_are_padded_with_something_else() -> None:
+    image = 7
+    ids, mask = left_padded([torch.tensor([image, image, 3, 4]), torch.tensor([image, 5])])
+    assert int((ids == image).sum()) == 3
+    assert mask.sum(dim=1).tolist() == [4, 2]
+
+
+def test_names_of_joined_media_are_kind_by_kind() -> None:
+    first = Media(tensors={}, tokens={}, images=("a",), videos=("f",), names=("image a", "film f"))
+    second = Media(tensors={}, tokens={}, images=("b",), names=("image b",))
+    assert Media.joined([first, second], []).names == ("image a", "image b", "film f")
+
+
 def test_each_turn_follows_what_its_prompt_shows(vlm: Vlm, monkeypatch: pytest.MonkeyPatch) -> None:
     rollout = branching(vlm, monkeypatch)
     assert rollout.forks is not None
@@ -405,6 +455,8 @@ UNUSABLE: list[tuple[Any, str]] = [
     ([film()], "episodes show images, and no videos"),
     ([{"type": "image"}], "a part of type 'image' has no image"),
     ([SMALL, SMALL], "is the most that one message shows"),
+    ({"type": "image", "image": {"bytes": "/etc/hostname"}}, "file outside the data"),
+    ({"type": "image", "image": {"array": [1], "path": "/etc/hostname"}}, "wrong type"),
     ([picture(0), 3], "Image that JSON has no form for|Image.*, which JSON has no form for"),
     ({"type": "image", "image": np.zeros((4, 4))}, "an image is a uint8 array"),
 ]
@@ -418,6 +470,14 @@ def test_what_cannot_be_shown_fails_its_episode_by_name(value: Any, problem: str
     (episode,) = rollout.episodes or ()
     assert episode.finish_reason == "failed"
     assert re.search(problem, episode.failure), episode.failure
+
+
+def test_images_are_counted_as_large_as_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 15_000)
+    part = {"type": "image", "image": picture(0), "min_pixels": 10_000}
+    assert len(read_parts([part], MediaOptions())) == 1
+    with pytest.raises(MediaError, match="that one message shows"):
+        read_parts([part, part], MediaOptions())
 
 
 def test_files_are_shown_below_the_root_alone(tmp_path: Path) -> None:
