@@ -10,7 +10,7 @@ import ast
 import re
 import sys
 import tokenize
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
@@ -36,6 +36,7 @@ CHECKPOINT_WORDS = {"last", "best", "hpc"}
 """What ``ckpt_path`` may be instead of a path."""
 _MAY_HOLD_MORE = re.compile(r"__getattr__|import \*|\b(globals|vars|exec|setattr)\(|__dict__")
 """In the source of a module that may have names which it does not define."""
+_CLASS = re.compile(r"^class (\w+)", re.MULTILINE)
 _CONFIG = ("-c", "--config")
 _OF_RUNS = ("fit", "validate", "test", "predict", "check")
 """Commands that need data and weights on this machine; a plan is made without them."""
@@ -66,16 +67,12 @@ def check_missing(files: Sequence[ConfigFile], arguments: Sequence[str]) -> None
     places = [*_places(files, arguments)]
     folders = folders_of_own_code(files)
     reads = arguments[0] in _OF_RUNS and not any(a.startswith("--print_config") for a in arguments)
-    own_code = any(
-        PathFinder.find_spec(each.text.partition(".")[0], folders)
-        for each in places
-        if "." in each.text and _PATH.fullmatch(each.text)
-    )
+    own_classes = _own_classes(places, folders)
     for place in places:
         keys = place.keys
         names_class = keys in {("model",), ("data",)} or keys[-1:] == ("class_path",)
         if names_class or (keys == ("trainer", "logger") and place.text[:1].isupper()):
-            if complaint := _no_class(place.text, folders, own_code=own_code):
+            if complaint := _no_class(place.text, folders, own_classes):
                 raise ConfigError(f"{place.where}: {complaint}")
         elif keys[:3] == ("model", "rewards", "functions") and len(keys) == 4:
             if complaint := _no_function(place.text, folders):
@@ -166,6 +163,16 @@ def _no_path(place: _Place, places: Sequence[_Place]) -> str:
     return ""
 
 
+def _own_classes(places: Sequence[_Place], folders: Sequence[str]) -> Set[str]:
+    """Return the classes beside the user's own modules that a config names."""
+    paths = {each.text.partition(".")[0] for each in places if "." in each.text}
+    specs = (PathFinder.find_spec(top, folders) for top in paths if top.isidentifier())
+    found = [Path(spec.origin).parent for spec in specs if spec and spec.origin]
+    files = (file for folder in dict.fromkeys(found) for file in folder.glob("*.py"))
+    texts = (file.read_bytes().decode("utf-8", "replace") for file in files)
+    return {name for text in texts for name in _CLASS.findall(text)}
+
+
 def _no_function(name: str, folders: Sequence[str]) -> str:
     if "." not in name:
         built_in = _short_names_of_rewards()
@@ -175,12 +182,12 @@ def _no_function(name: str, folders: Sequence[str]) -> str:
     return f"reward function {name!r} cannot be imported: {reason}" if reason else ""
 
 
-def _no_class(class_path: str, folders: Sequence[str], *, own_code: bool) -> str:
+def _no_class(class_path: str, folders: Sequence[str], own_classes: Set[str]) -> str:
     if not _PATH.fullmatch(class_path) or Path(class_path).is_file():  # a config of its own
         return ""
     if "." not in class_path:
         # classes of a program or of modules that a config names may be meant by their names alone
-        if own_code or "lightning" in sys.modules:
+        if class_path in own_classes or "lightning" in sys.modules:
             return ""
         known = exported_names()
         near = hint(class_path, known) if class_path not in known | _other_classes() else ""
@@ -262,7 +269,7 @@ def _other_classes() -> frozenset[str]:
         name
         for package in (Path(__file__).parents[1], Path(str(lightning.origin)).parent / "pytorch")
         for file in package.rglob("*.py")
-        for name in re.findall(r"^class (\w+)", file.read_text(encoding="utf-8"), re.MULTILINE)
+        for name in _CLASS.findall(file.read_text(encoding="utf-8"))
     ]
     return frozenset(found)
 

@@ -134,6 +134,10 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     # as at the start of a command
     monkeypatch.delitem(sys.modules, "lightning")
     Path("mine.py").write_text("def right(completions):\n    ...\n\nfrom json import *\n")
+    with Path("mine.py").open("a") as handle:
+        handle.write("class OwnPromptDataModule:\n    ...\n")
+    Path("lazy.py").write_text("__getattr__ = __import__('mine').__getattribute__\n")
+    Path("latin.py").write_bytes(b"# -*- coding: latin-1 -*-\nright = '\xe9'\n")
     Path("yours.py").write_text("def right(completions):\n    ...\n")
     Path("rows.jsonl").touch()
     return tmp_path
@@ -175,6 +179,13 @@ def test_a_name_or_a_path_that_leads_to_nothing_is_refused(
         ({"reward": "numpy.no_such_name"}, []),  # to know, it would have to be imported
         ({"train": "missing.jsonl"}, ["--data.train", "rows.jsonl"]),
         ({"train": "missing.jsonl", "data": "mine.Rows"}, []),
+        ({"data": "OwnPromptDataModule"}, []),  # a class of a module that the config names
+        ({"reward": "lazy.right"}, []),
+        ({"reward": "latin.right"}, []),
+        ({"train": "[{source: rows.jsonl, columns: {mode: /no_think}}]"}, []),
+        ({"train": "[{class_path: mine.Rows, init_args: {cache: ./no.jsonl}}]"}, []),
+        ({"reward": "{class_path: mine.Asks, init_args: {source: /v1/score}}"}, []),
+        ({}, ["--model", "a.yaml"]),
         ({"train": "someone/on_the_hub", "policy": "someone/model"}, ["--ckpt_path", "last"]),
         ({}, ["--data.prompt_template", "{{ prompt }}"]),
     ],

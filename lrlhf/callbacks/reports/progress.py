@@ -84,7 +84,7 @@ class PhaseProgress(KeepsArguments, TQDMProgressBar, RolloutListener):
         self._step_start = 0.0
         self._printed_step = 0
         self._start: tuple[float, int] | None = None
-        self._told: Mapping[str, Any] = {}
+        self._earlier: Mapping[str, Any] = {}
         if self.plain:
             super().disable()
 
@@ -187,14 +187,16 @@ class PhaseProgress(KeepsArguments, TQDMProgressBar, RolloutListener):
         self.val_progress_bar.write(_GAP.join(_fitting(words, min(_MAX_WIDTH, columns - 1))))
 
     def _shown(self, trainer: L.Trainer, *, fresh: bool = False) -> dict[str, str]:
-        """Return what was logged last; ``fresh``: without what an earlier line has told."""
+        """Return what was logged last; ``fresh``: without what an earlier line had."""
         logged, names = trainer.callback_metrics, self.metrics
         if names is None:
             names = _OF_POLICIES if _OF_POLICIES.keys() & logged.keys() else _OF_OTHERS
         shown = {key: label for key, label in names.items() if key in logged}
         if fresh:
-            told, self._told = self._told, step_values(trainer)
-            old = {k for k, value in self._told.items() if value is None or value is told.get(k)}
+            earlier, self._earlier = self._earlier, step_values(trainer)
+            old = {
+                k for k, value in self._earlier.items() if value is None or value is earlier.get(k)
+            }
             shown = {key: label for key, label in shown.items() if key not in old}
         return {label: short(logged[key]) for key, label in shown.items()}
 
