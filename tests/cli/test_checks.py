@@ -193,6 +193,10 @@ def strict(**_: object) -> list[float]:
     raise KeyError("no answer")
 
 
+async def awaited(**_: object) -> list[float]:
+    raise AssertionError("it would be called in another event loop than in the run")
+
+
 class Remote(RewardFunction):
     ends_by_itself = True
 
@@ -209,6 +213,7 @@ class Remote(RewardFunction):
         (by_length, ""),
         (strict, ""),
         (Remote(), ""),
+        (awaited, ""),  # it may keep the event loop that it was first called in
     ],
 )
 def test_rewards_of_a_wrong_shape_are_found_on_made_responses(
@@ -221,7 +226,7 @@ def test_rewards_of_a_wrong_shape_are_found_on_made_responses(
             try_rewards({"mine": function}, seen, 2)
         return
     left_out = try_rewards({"mine": function}, seen, 2)
-    assert left_out == (["mine"] if isinstance(function, Remote) else [])
+    assert left_out == (["mine"] if isinstance(function, Remote) or function is awaited else [])
     told = "cannot score a made response: KeyError: 'no answer'"
     assert (told in caplog.text) == (function is strict)
 
