@@ -118,36 +118,36 @@ def end_process(status: int) -> NoReturn:
     try:
         threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing ends its processes
         atexit._run_exitfuncs()
-        _end_own_modules()
     finally:
-        _finish_files()
-        os._exit(status)
+        try:
+            _finish_files()
+        finally:
+            os._exit(status)
 
 
-def _end_own_modules() -> None:
-    """Let go of what the user's own modules hold: some files get their end when they are freed."""
-    installed, own = (sys.prefix, sys.base_prefix, __file__.rpartition(os.sep)[0]), False
-    for module in [*sys.modules.values()]:
-        file = getattr(module, "__file__", None)
-        if file and not file.startswith(installed):
-            vars(module).clear()
-            own = True
-    if own:
-        gc.collect()
+def _package(value: object) -> str:
+    return str(type(value).__module__).partition(".")[0]  # some types have a descriptor there
+
+
+_CLOSED_LATE = {"zipfile", "tarfile", "tempfile", "pyarrow", "h5py"}
+"""Packages whose files get their end when they are freed."""
 
 
 def _finish_files() -> None:
     """Write what is left in the buffers of Python, and of C."""
     kind = io.IOBase.__base__  # that of C: to ask the abstract class takes seconds
     assert kind is not None
-    files: list[Any] = [each for each in gc.get_objects() if issubclass(type(each), kind)]
+    objects = gc.get_objects()
+    files: list[Any] = [each for each in objects if issubclass(type(each), kind)]
+    # those of gzip and its like end with a check sum, which may go into another file
+    ends = [file for file in files if _package(file) != "_io"]
+    ends += [each for each in objects if _package(each) in _CLOSED_LATE]
+    for each in ends:
+        with contextlib.suppress(Exception):  # it has no `close`, or is half freed already
+            each.close()
     for file in (sys.stdout, sys.stderr, *files):
         with contextlib.suppress(OSError, ValueError):  # closed, or the reader has gone
             file.flush()
-    for file in files:
-        if type(file).__module__ != "_io":  # those of gzip and its like end with a check sum
-            with contextlib.suppress(OSError, ValueError):
-                file.close()
     if "ctypes" in sys.modules:
         sys.modules["ctypes"].CDLL(None).fflush(None)
 

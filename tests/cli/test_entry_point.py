@@ -7,6 +7,7 @@ import resource
 import shlex
 import subprocess
 import sys
+import zipfile
 from importlib.metadata import version
 from pathlib import Path
 
@@ -198,7 +199,7 @@ def test_debug_comes_from_the_flag_or_the_environment(
 
 
 _ENDS = """\
-import atexit, gzip, threading, time
+import atexit, gzip, tempfile, threading, time, zipfile
 from pathlib import Path
 from lrlhf.__main__ import end_process
 
@@ -211,6 +212,9 @@ text = open("text", "w")
 text.write("all of it")
 packed = gzip.open("packed", "wt")
 packed.write("all of it")
+archive = zipfile.ZipFile("archive", "w")
+archive.writestr("member", "all of it")
+passing = tempfile.NamedTemporaryFile(prefix="passing", dir=".")
 threading.Thread(target=lambda: (time.sleep(0.2), Path("thread").touch())).start()
 atexit.register(lambda: print("at exit", flush=False))
 end_process(3)
@@ -226,5 +230,8 @@ def test_a_process_ends_with_all_written_and_nothing_taken_apart(tmp_path: Path)
     assert (tmp_path / "text").read_text() == "all of it"
     with gzip.open(tmp_path / "packed", "rt") as file:
         assert file.read() == "all of it"  # with its check sum
+    with zipfile.ZipFile(tmp_path / "archive") as archive:
+        assert archive.read("member") == b"all of it"
+    assert not [*tmp_path.glob("passing*")]
     assert (tmp_path / "thread").exists()
     assert not (tmp_path / "freed").exists()
