@@ -142,12 +142,11 @@ def _finish_files() -> None:
     # those of gzip and its like end with a check sum, which may go into another file
     ends = [file for file in files if _package(file) != "_io"]
     ends += [each for each in objects if _package(each) in _CLOSED_LATE]
-    for each in ends:
-        with contextlib.suppress(Exception):  # it has no `close`, or is half freed already
-            each.close()
-    for file in (sys.stdout, sys.stderr, *files):
-        with contextlib.suppress(OSError, ValueError):  # closed, or the reader has gone
-            file.flush()
+    # texts go into them before, and what they end with goes into others after
+    for action, chosen in (("flush", files), ("close", ends), ("flush", files)):
+        for each in (sys.stdout, sys.stderr, *chosen) if action == "flush" else chosen:
+            with contextlib.suppress(Exception):  # closed, half freed, or the reader has gone
+                getattr(each, action)()
     if "ctypes" in sys.modules:
         sys.modules["ctypes"].CDLL(None).fflush(None)
 
