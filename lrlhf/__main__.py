@@ -104,6 +104,8 @@ def _refuse(word: str) -> int:
 
 def console() -> NoReturn:
     """Run the command of this process, and end it."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what a terminal cannot show is no error
+        sys.stdout.reconfigure(errors="backslashreplace")
     end_process(main())
 
 
