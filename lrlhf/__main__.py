@@ -141,12 +141,13 @@ def _finish_files() -> None:
     assert kind is not None
     objects = gc.get_objects()
     files: list[Any] = [each for each in objects if issubclass(type(each), kind)]
+    written = [sys.stdout, sys.stderr, *files]
     # those of gzip and its like end with a check sum, which may go into another file
     ends = [file for file in files if _package(file) != "_io"]
     ends += [each for each in objects if _package(each) in _CLOSED_LATE]
     # texts go into them before, and what they end with goes into others after
-    for action, chosen in (("flush", files), ("close", ends), ("flush", files)):
-        for each in (sys.stdout, sys.stderr, *chosen) if action == "flush" else chosen:
+    for action, chosen in (("flush", written), ("close", ends), ("flush", written)):
+        for each in chosen:
             with contextlib.suppress(Exception):  # closed, half freed, or the reader has gone
                 getattr(each, action)()
     if "ctypes" in sys.modules:

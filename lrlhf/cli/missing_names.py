@@ -22,7 +22,14 @@ import yaml
 from lrlhf.cli.config_files import ConfigFile, dotted, folders_of_own_code, line_of, walk
 from lrlhf.cli.early_checks import exported_names
 from lrlhf.functional.names import unknown_name
-from lrlhf.options.errors import ConfigError, hint, nearest_module, nearest_path, no_package
+from lrlhf.options.errors import (
+    ConfigError,
+    hint,
+    nearest,
+    nearest_module,
+    nearest_path,
+    no_package,
+)
 
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _DATA_FILE = re.compile(r".*\.(jsonl|json|parquet|csv)(\.(gz|zst))?")
@@ -176,8 +183,8 @@ def _own_classes(places: Sequence[_Place], folders: Sequence[str]) -> Set[str]:
 def _no_function(name: str, folders: Sequence[str]) -> str:
     if "." not in name:
         built_in = _short_names_of_rewards()
-        near = hint(name, built_in) if name and name not in built_in else ""
-        return str(unknown_name("reward function", name, built_in)) if "did you" in near else ""
+        misspelt = name and name not in built_in and nearest(name, built_in)
+        return str(unknown_name("reward function", name, built_in)) if misspelt else ""
     reason = _missing(name, folders)
     return f"reward function {name!r} cannot be imported: {reason}" if reason else ""
 
@@ -190,8 +197,8 @@ def _no_class(class_path: str, folders: Sequence[str], own_classes: Set[str]) ->
         if class_path in own_classes or "lightning" in sys.modules:
             return ""
         known = exported_names()
-        near = hint(class_path, known) if class_path not in known | _other_classes() else ""
-        return f"no class '{class_path}'{near}" if "did you mean" in near else ""
+        near = nearest(class_path, known) if class_path not in known | _other_classes() else ""
+        return f"no class '{class_path}'{near}" if near else ""
     reason = _missing(class_path, folders)
     explained, *rest = reason.partition("; ")
     return f"no class '{class_path}' ({explained}){''.join(rest)}" if reason else ""
@@ -204,8 +211,8 @@ def _missing(path: str, folders: Sequence[str]) -> str:
         return ""
     spec = find_spec(top) or PathFinder.find_spec(top, folders)
     if spec is None:
-        nearest = nearest_module(top, folders)
-        clause = f"; did you mean '{'.'.join([nearest, *rest])}'?" if nearest else ""
+        near = nearest_module(top, folders)
+        clause = f"; did you mean '{'.'.join([near, *rest])}'?" if near else ""
         return (
             f"No module named '{top}'{clause}; looked for it in the installed packages and in "
             + (", ".join(folders))
@@ -222,9 +229,7 @@ def _missing(path: str, folders: Sequence[str]) -> str:
             return ""
         else:
             known = exported_names() if top == "lrlhf" and len(rest) == 1 else names
-            near = hint(rest[0], known)
-            near = near if "did you mean" in near else ""
-            return f"module '{module}' has no attribute '{rest[0]}'{near}"
+            return f"module '{module}' has no attribute '{rest[0]}'{nearest(rest[0], known)}"
     return ""
 
 

@@ -36,7 +36,7 @@ from transformers.utils.chat_template_utils import (
 from lrlhf.environments.tool_calls import STRICT_JSON
 from lrlhf.functional.names import import_value
 from lrlhf.media.decode import MediaOptions
-from lrlhf.media.parts import kind_of, read_parts
+from lrlhf.media.parts import data_keys, kind_of, read_parts
 from lrlhf.types import Message
 
 JSON_TYPES: Mapping[type, str] = {
@@ -374,9 +374,10 @@ def _shows(entry: Any) -> bool:
     if not isinstance(entry, Mapping) or not isinstance(entry.get("type"), str):
         return False
     kind = kind_of(entry)
-    names = (kind, f"{kind}_url", f"input_{kind}", "bytes", "path", "url", "data")
-    has_data = any(entry.get(name) is not None for name in names)
-    return kind is not None and (has_data or len(entry) == 1)
+    if kind is None:
+        return False
+    has_data = any(entry.get(name) is not None for name in (*data_keys(kind), "data"))
+    return has_data or len(entry) == 1
 
 
 def _is_part(entry: Any) -> bool:

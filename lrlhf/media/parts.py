@@ -48,6 +48,11 @@ def kind_of(part: Any) -> str | None:
     return kind if kind in KINDS else None
 
 
+def data_keys(kind: str) -> tuple[str, ...]:
+    """Return the keys under which a part may have what it shows."""
+    return (kind, "bytes", "path", "url", f"{kind}_url", f"input_{kind}")
+
+
 def data_of(part: Mapping[str, Any], kind: str) -> Any:
     """Find what a part shows, in any of the ways that chat formats write it, and its options.
 
@@ -55,7 +60,7 @@ def data_of(part: Mapping[str, Any], kind: str) -> Any:
         BadRow: An option is not followed, or has an impossible value.
     """
     options = {**part}
-    for key in (kind, "bytes", "path", "url", f"{kind}_url", f"input_{kind}"):
+    for key in data_keys(kind):
         value = part.get(key)
         if isinstance(value, Mapping) and "url" in value:
             options |= value

@@ -11,7 +11,7 @@ from itertools import takewhile
 from pydoc import locate as import_by_path
 from typing import NamedTuple
 
-from lrlhf.options.errors import hint
+from lrlhf.options.errors import hint, nearest
 
 _KEY = re.compile(r'Parser key "(?P<key>[^"]+)"(?: element \d+)?:(?: (?P<rest>.+))?$')
 _CLASS = re.compile(r"Problem with given class_path '(?P<name>[^']+)':$")
@@ -138,8 +138,8 @@ class Complaint:
         )
         if self.value is None:
             return text
-        nearest = hint(self.value, self.choices) if self.choices else ""
-        return f"{text}, got {_quoted(self.value)}{nearest if 'did you mean' in nearest else ''}"
+        near = nearest(self.value, self.choices) if self.choices else ""
+        return f"{text}, got {_quoted(self.value)}{near}"
 
 
 def read_complaint(message: str) -> Complaint:
@@ -181,8 +181,8 @@ def _read_union(lines: Sequence[str]) -> Complaint:
     best = max(branches, key=lambda branch: branch.rank, default=Complaint(sentence="not accepted"))
     if best.rank in {4, 9}:
         names = _class_names(subtypes)
-        nearest = hint((best.value or "").rpartition(".")[2], names)
-        return replace(best, sentence=best.sentence + nearest, rank=8)
+        near = hint((best.value or "").rpartition(".")[2], names)
+        return replace(best, sentence=best.sentence + near, rank=8)
     if _DATA_TYPE in subtypes and (best.rank <= 2 or _is_row(best, given)):
         return Complaint(sentence=_DATA.format(given=_quoted(given)), value=given, rank=2)
     if best.rank > 2:
@@ -231,8 +231,7 @@ def _read_leaf(text: str) -> Complaint:
 def _hint_in_module(name: str) -> str:
     module, _, attribute = name.rpartition(".")
     public = [other for other in dir(import_by_path(module)) if not other.startswith("_")]
-    nearest = hint(attribute, public)
-    return nearest if "did you mean" in nearest else ""
+    return nearest(attribute, public)
 
 
 def _class_names(subtypes: str) -> list[str]:

@@ -34,6 +34,14 @@ def hint(word: str, accepted: Iterable[str], *, listed_as: str = "accepted") -> 
         are few, else nothing.
     """
     words = sorted(set(accepted))
+    if near := nearest(word, words):
+        return near
+    return f"; {listed_as}: {', '.join(words)}" if 0 < len(words) <= _MAX_LISTED else ""
+
+
+def nearest(word: str, accepted: Iterable[str]) -> str:
+    """Return a clause with the nearest accepted word; empty: none is near."""
+    words = sorted(set(accepted))
     # what is abbreviated has little in common with the whole
     begun = [each for each in words if len(word) > 2 and each.startswith(word)]
     if len(begun) == 1:
@@ -41,7 +49,7 @@ def hint(word: str, accepted: Iterable[str], *, listed_as: str = "accepted") -> 
     close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
     if close:
         return f"; did you mean '{close[0]}'?"
-    return f"; {listed_as}: {', '.join(words)}" if 0 < len(words) <= _MAX_LISTED else ""
+    return ""
 
 
 def nearest_module(name: str, folders: Sequence[str] = ()) -> str:
@@ -69,8 +77,8 @@ def nearest_path(path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
         return f" (nor is there a folder {str(folder)!r})"
-    near = hint(path.name, (entry.name for entry in folder.iterdir()))
-    return near if "did you mean" in near else f" in {str(folder.resolve())!r}"
+    near = nearest(path.name, (entry.name for entry in folder.iterdir()))
+    return near or f" in {str(folder.resolve())!r}"
 
 
 def say_error(error: BaseException, text: str, *, status: int, show: bool) -> int:

@@ -272,24 +272,14 @@ def continued_prompts(prompts: PromptBatch, responses: Sequence[Response]) -> Pr
     """Return the prompts of a further turn, left-padded: prompt and response, with the media."""
     copies = len(responses) // len(prompts)
     repeated = prompts.select(torch.arange(len(responses)) // copies)
-    rows = zip(prompt_token_ids(repeated), responses, strict=True)
-    return in_contexts(
-        repeated,
-        [torch.cat([ids, response.token_ids.to(ids.device)]) for ids, response in rows],
+    own = [response.token_ids.to(repeated.input_ids.device) for response in responses]
+    contexts = map(torch.cat, zip(prompt_token_ids(repeated), own, strict=True))
+    input_ids, mask = left_padded([*contexts])
+    media = repeated.media and tuple(
+        entry and replace(entry, prompt_ids=(*entry.prompt_ids, *ids.tolist()))
+        for entry, ids in zip(repeated.media, own, strict=True)
     )
-
-
-def in_contexts(prompts: PromptBatch, contexts: Sequence[Tensor]) -> PromptBatch:
-    """Return prompts with other tokens, `[L]` each, which begin with the prompt if it has media."""
-    input_ids, mask = left_padded(contexts)
-    media = None
-    if prompts.media is not None:
-        lengths = prompts.attention_mask.sum(dim=1).tolist()
-        media = tuple(
-            entry and replace(entry, prompt_ids=(*entry.prompt_ids, *ids[length:].tolist()))
-            for entry, length, ids in zip(prompts.media, lengths, contexts, strict=True)
-        )
-    return replace(prompts, input_ids=input_ids, attention_mask=mask, media=media)
+    return replace(repeated, input_ids=input_ids, attention_mask=mask, media=media)
 
 
 def token_prompts(

@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 from lrlhf.datamodules.rows.chat import ChatFormat
 from lrlhf.datamodules.rows.collate import collate_prompts
 from lrlhf.environments import Episodes, TextEnvironment
-from lrlhf.environments.session import Reaction, TurnPrompt, TurnTokens
+from lrlhf.environments.session import TurnPrompt
 from lrlhf.guard.dump import StepBundle, read_bundle, write_bundle
 from lrlhf.media import MediaOptions, MediaProcessor
 from lrlhf.media.decode import MediaError
@@ -46,7 +46,7 @@ from lrlhf.types import Media, PromptBatch, Rollout
 from tests.matrices import few_of
 from tests.models.test_packing import assert_same_gradients, gradients
 from tests.rollout.scripted_engine import ScriptedEngine
-from tests.rollout.test_forks import contexts
+from tests.rollout.test_forks import Agent, contexts
 from tests.vlms import Vlm, build_vlm, never_said, picture
 
 ALONE = (
@@ -235,31 +235,6 @@ def test_turns_are_sampled_with_the_policys_probabilities(vlm: Vlm) -> None:
         rtol=0,
         atol=1e-5,
     )
-
-
-class Agent:
-    """Sends what a script says; the interface of a session."""
-
-    has_rewards = False
-    tools: tuple[Any, ...] = ()
-    environment = None
-
-    def __init__(self, *requests: TurnPrompt) -> None:
-        self.requests = list(requests)
-
-    async def open(self, row: Any) -> TurnPrompt:
-        return self.requests.pop(0)
-
-    async def react(self, text: str, raw: str, tokens: TurnTokens | None = None) -> Reaction:
-        if not self.requests:
-            return Reaction((), (), 0.0, "stop")
-        return Reaction((), (), 0.0, None, self.requests.pop(0))
-
-    async def outcome(self) -> float:
-        return 0.0
-
-    async def close(self) -> None:
-        return None
 
 
 def request(*contents: Any) -> TurnPrompt:
