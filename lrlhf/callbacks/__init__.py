@@ -7,6 +7,7 @@ from lrlhf.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from lrlhf.callbacks.checkpoints.rl_checkpoint import RLCheckpoint
     from lrlhf.callbacks.ema import EMA
+    from lrlhf.callbacks.entropy_control import EntropyControl
     from lrlhf.callbacks.eval_jsonl import EvalJSONL, PredictionJSONL
     from lrlhf.callbacks.hf_export import HFExport
     from lrlhf.callbacks.kl_control import KLControl
@@ -25,6 +26,7 @@ __all__ = [
     "EMA",
     "AtomicCheckpointIO",
     "Deadlines",
+    "EntropyControl",
     "EvalJSONL",
     "HFExport",
     "KLControl",
