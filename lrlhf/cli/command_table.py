@@ -113,11 +113,6 @@ COMMANDS = {
         "lrlhf.apps.serve.serve_reward_command:serve_reward",
         CommandKind.OPTIONS,
     ),
-    "serve-policy": Command(
-        "serve a checkpoint or model to agents over HTTP",
-        "lrlhf.apps.serve.policy_service:serve_policy",
-        CommandKind.OPTIONS,
-    ),
 }
 REWARDS_OF_RUN = Command(
     "what the rewards said in a run", "lrlhf.apps.lab.reward_command:report_run", CommandKind.FILES
