@@ -1,8 +1,9 @@
-"""Commands that build what a config describes."""
+"""Commands that build what a config describes, or only read it."""
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -13,7 +14,6 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 
 from lrlhf import callbacks, datamodules, loggers, modules, rewards, rollout
-from lrlhf.cli.checks.mistake import MistakeError, RefusedError
 from lrlhf.cli.checks.run_checks import check_run
 from lrlhf.cli.config_entries import class_of
 from lrlhf.cli.config_files import (
@@ -33,7 +33,7 @@ from lrlhf.cli.saved_config import SaveConfig, hide_hyperparameters
 from lrlhf.foreign_files import TRUST_FLAG
 from lrlhf.modules.hyperparameters import refuse_other_module
 from lrlhf.modules.metrics.measurement import HasMeasurements
-from lrlhf.options.errors import ConfigError, UserError
+from lrlhf.options.errors import ConfigError, MistakeError, RefusedError, UserError
 from lrlhf.options.parser import (
     Parser,
     check_values,
@@ -44,6 +44,7 @@ from lrlhf.run.checkpoints.checkpoint_search import UNREADABLE, without_tensors
 from lrlhf.run.collectives import LoadsShards
 from lrlhf.run.lightning_internals import Commands
 from lrlhf.run.supervision.signals import answering_sigterm
+from lrlhf.secrets import safe
 from lrlhf.trainer import Trainer
 
 # classes that are imported can be named by their short names
@@ -262,3 +263,38 @@ def check_checkpoint(path: str | None, module: type | None = None) -> None:
         refuse_other_module(module, content if isinstance(content, dict) else {}, path)
     except ValueError as error:
         raise MistakeError(("ckpt_path",), str(error)) from error
+
+
+class Reader(Application):
+    """Reads the config of ``fit``, and builds nothing: the constructors would load weights."""
+
+    def before_instantiate_classes(self) -> None:
+        """Leave checks to the command itself, which says what it looks at."""
+
+    def instantiate_classes(self) -> None:
+        """Build nothing."""
+
+
+class Checker(Reader):
+    """Reads the config of ``fit`` and looks for mistakes; loads no weights and writes nothing.
+
+    Args:
+        arguments: Those of ``fit``, the command included.
+    """
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.usage = "lrlhf check [--show ROWS] [the options of lrlhf fit]"
+        parser.description = (
+            "Look for mistakes in a config, its files and the first rows of its data, as fit does "
+            "before it loads weights. Reward functions are called on made responses."
+        )
+        parser.add_argument(
+            "--show", type=int, default=0, help="show so many rows: each token, and the loss mask"
+        )
+
+    def run_command(self, subcommand: str) -> None:
+        del subcommand
+        for finding in self.findings():
+            sys.stdout.write(f"{safe(finding)}\n")
+            sys.stdout.flush()
+        sys.stdout.write("found no mistake in what was looked at\n")

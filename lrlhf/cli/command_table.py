@@ -59,7 +59,7 @@ COMMANDS = {
     ),
     "check": Command(
         "look for mistakes in a config and its data, without loading weights",
-        "lrlhf.cli.readers:Checker",
+        "lrlhf.cli.application:Checker",
     ),
     "audit": Command(
         "look for faults in all rows of the data", "lrlhf.apps.lab.config_commands:Auditor"

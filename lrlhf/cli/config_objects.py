@@ -12,9 +12,9 @@ from jsonargparse import Namespace
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
-from lrlhf.cli.checks.mistake import MistakeError, RefusedError
 from lrlhf.cli.config_entries import class_of, is_lrlhf, options_of
 from lrlhf.modules.policy.settings import PolicySettings
+from lrlhf.options.errors import MistakeError, RefusedError
 from lrlhf.options.parser import Parser
 from lrlhf.rewards import Rewards
 from lrlhf.rewards.lookup import BUILTINS, bind_functions

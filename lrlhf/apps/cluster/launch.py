@@ -34,7 +34,6 @@ from lrlhf.apps.cluster.settings import Cluster
 from lrlhf.apps.cluster.trainers import STATUS, TERMINATED, TrainerCommand, TrainerStatus, trainers
 from lrlhf.background import in_background
 from lrlhf.cli.application import Application
-from lrlhf.cli.checks.mistake import MistakeError
 from lrlhf.cli.config_entries import class_of, options_of
 from lrlhf.cli.config_files import (
     config_arguments,
@@ -43,7 +42,7 @@ from lrlhf.cli.config_files import (
     read_config_files,
 )
 from lrlhf.noted_signals import noted_signals
-from lrlhf.options.errors import ConfigError
+from lrlhf.options.errors import ConfigError, MistakeError
 from lrlhf.options.parser import Parser
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import VLLMServerEngine

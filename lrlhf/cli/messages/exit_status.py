@@ -15,12 +15,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from transformers.utils import logging as transformers_logging
 
-from lrlhf.cli.checks.mistake import MistakeError, RefusedError
 from lrlhf.cli.config_files import ConfigFile, folders_of_own_code
 from lrlhf.cli.messages.locations import locate, locate_refusal
 from lrlhf.guard import TrainingDivergedError
 from lrlhf.options.complaints import Complaint, read_complaint
-from lrlhf.options.errors import ConfigError, UserError, ValidationError
+from lrlhf.options.errors import ConfigError, MistakeError, RefusedError, UserError, ValidationError
 from lrlhf.options.errors import say_error as _end
 from lrlhf.rewards import RewardError
 from lrlhf.rewards.function import MissingColumnError

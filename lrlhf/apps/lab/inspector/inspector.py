@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lrlhf.apps.lab.page.page import packed, write_document
-from lrlhf.apps.lab.report_files import plain_json
-from lrlhf.apps.lab.run_files import RunFiles, complete_lines, record_of, records
+from lrlhf.apps.lab.run_files import RunFiles, complete_lines, plain_json, record_of, records
 from lrlhf.media import MediaError, MediaOptions, read_image
 from lrlhf.media.decode import small_jpeg
 

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.apps.lab.reward_lab.lab import CallTimes, Lab, OddRow
+from lrlhf.apps.lab.reward_lab.lab import CallTimes, Lab, OddRow, Response, beginning_of, end_of
 from lrlhf.apps.lab.reward_lab.response_inputs import ResponseInput, read_media
-from lrlhf.apps.lab.reward_lab.responses import Response, beginning_of, end_of
 from lrlhf.datamodules.rows.media_rows import MediaReader
 from lrlhf.media import MediaOptions
 from lrlhf.rewards import CompletionText, CompletionTurns, Rewards
