@@ -640,31 +640,23 @@ def _add_configured_phases(phases: PhaseList, sections: Mapping[str, Any]) -> No
     elif is_a(model, DPO):
         add_preference_phases(phases, model, data, adds_up=adds_up)
     else:
-        _add_reward_model_phases(phases, model, data, adds_up=adds_up)
-
-
-def _add_reward_model_phases(phases: PhaseList, model: Any, data: Any, *, adds_up: bool) -> None:
-    """Add the phases of an optimizer step over pairs, from the config's entries.
-
-    It ``adds_up`` the gradients of several batches of pairs.
-    """
-    options, pairs = options_of(model), int(options_of(data)["batch_size"])
-    spec = spec_of(options["model"], ScoreModel)
-    body = skeleton(spec, body=True, on_gpu=phases.on_gpu)
-    network, plain = RewardNetwork(HeadedBackbone(body, spec.head_config())), plain_model(body)
-    note_media(phases, plain)
-    phases.note_recomputing(spec, plain)
-    # Lightning frees the gradients of a step after the forward pass of the next
-    weights = weights_of(network, plain, quantization=spec.quantization)
-    shares = phases.hold(weights, options_of(options["optimizer"]), accumulates=adds_up)
-    usage = phases.dry_run.update(
-        network,
-        lambda batch: network(batch).sum(),
-        Shape(2 * pairs, phases.tokens_of(data, "max_tokens", "texts")),
-        accumulates=True,
-        offloads=spec.activation_offload and phases.on_gpu,
-    )
-    phases.add_update("reward model", shares, usage, f"data.batch_size (now {pairs})")
+        options, pairs = options_of(model), int(options_of(data)["batch_size"])
+        spec = spec_of(options["model"], ScoreModel)
+        body = skeleton(spec, body=True, on_gpu=phases.on_gpu)
+        network, plain = RewardNetwork(HeadedBackbone(body, spec.head_config())), plain_model(body)
+        note_media(phases, plain)
+        phases.note_recomputing(spec, plain)
+        # Lightning frees the gradients of a step after the forward pass of the next
+        weights = weights_of(network, plain, quantization=spec.quantization)
+        shares = phases.hold(weights, options_of(options["optimizer"]), accumulates=adds_up)
+        usage = phases.dry_run.update(
+            network,
+            lambda batch: network(batch).sum(),
+            Shape(2 * pairs, phases.tokens_of(data, "max_tokens", "texts")),
+            accumulates=True,
+            offloads=spec.activation_offload and phases.on_gpu,
+        )
+        phases.add_update("reward model", shares, usage, f"data.batch_size (now {pairs})")
 
 
 def _table(phases: PhaseList) -> str:

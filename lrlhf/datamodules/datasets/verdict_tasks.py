@@ -281,7 +281,7 @@ class VerdictTasks(Source):
                 continue
             reasoning = self._reasoning(row)
             if reasoning and not pair.placed and self._positions != "given":
-                yield _unplaced(self._reasoning_column)
+                yield _without_positions(self._reasoning_column)
                 continue
             for exchanged in self._orders(pair, location, decided, bool(reasoning)):
                 try:
@@ -404,7 +404,7 @@ class VerdictTasks(Source):
         return "\n".join(filter(None, (self._rubric, own))) or None
 
 
-def _unplaced(column: str | None) -> BadRow:
+def _without_positions(column: str | None) -> BadRow:
     return BadRow(
         "reasoning without positions",
         f"column {column!r} may name the positions of the candidates, and chosen and rejected do "

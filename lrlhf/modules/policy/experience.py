@@ -145,7 +145,7 @@ def with_advantages(
     )
     experience = replace(experience, teacher_advantages=None)
     if settings.sampling.starts_hot and experience.kept_mass is not None:
-        experience = _weighed(experience, it.metrics)
+        experience = _with_temperature_weights(experience, it.metrics)
     fraction = settings.update.high_entropy_fraction
     if fraction == 1:
         return experience
@@ -173,7 +173,7 @@ def start_from(
     )
 
 
-def _weighed(experience: Experience, metrics: MetricSums) -> Experience:
+def _with_temperature_weights(experience: Experience, metrics: MetricSums) -> Experience:
     """Make up for first tokens that were drawn at another temperature.
 
         A_it ← A_it Π_s π(y_is) / q(y_is)

@@ -582,7 +582,7 @@ def page_data(
             ),
             *_left_out("images", len(thumbnails.uris), len(thumbnails.uris) + thumbnails.left_out),
             *_outside(thumbnails.outside),
-            *_thinned(max(points for _, points in curves)),
+            *_thinning_remark(max(points for _, points in curves)),
             *(f"{path} holds neither responses nor pairs." for run in runs for path in run.unknown),
         ],
         "texts": texts.all,
@@ -633,7 +633,7 @@ def _left_out(what: str, shown: int, total: int, of_each: str = "") -> Iterator[
         yield f"{note}, evenly many of {of_each}." if of_each else f"{note}."
 
 
-def _thinned(points: int) -> Iterator[str]:
+def _thinning_remark(points: int) -> Iterator[str]:
     if points > _POINTS:
         every = -(-points // _POINTS)
         yield f"Curves have up to {points:,} points, of which the page shows one in {every}."

@@ -108,7 +108,7 @@ def score_responses(
                 group_ids=[(inputs[row].group, keys[row]) for row in rows],
             )
             for failure in result.failures:
-                failures[_in_a_line(failure)] += 1
+                failures[_failure_summary(failure)] += 1
             for name, seconds in result.seconds.items():
                 if not math.isnan(seconds):
                     timings.append(Timing(name, seconds, len(rows), own[0].place))
@@ -207,7 +207,7 @@ def _text(prompt: Any) -> str:
     return "\n".join(f"{turn.get('role')}: {content_text(turn.get('content'))}" for turn in prompt)
 
 
-def _in_a_line(failure: str) -> str:
+def _failure_summary(failure: str) -> str:
     """Return the name of the function and the last line, which sums up the traceback."""
     name, _, text = failure.partition(": ")
     return f"{name}: {text.splitlines()[-1]}"
