@@ -21,7 +21,7 @@ from lrlhf.callbacks.output_files import (
     row_number,
 )
 from lrlhf.datamodules.core import set_column
-from lrlhf.run.atomic import move_to_numbered
+from lrlhf.run.numbered_files import move_to_numbered
 from lrlhf.run.seeding import LoadedStep, model_step
 
 _AT_ONCE = 1000

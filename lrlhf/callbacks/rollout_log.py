@@ -25,7 +25,8 @@ from lrlhf.modules.contracts import Exportable, ScoresResponses
 from lrlhf.rollout.listener import RolloutListener
 from lrlhf.rollout.records import token_values
 from lrlhf.rollout.storage import rollout_files, rollout_path, save_rollout
-from lrlhf.run.atomic import move_to_numbered, naming
+from lrlhf.run.atomic import naming
+from lrlhf.run.numbered_files import move_to_numbered
 from lrlhf.run.seeding import running_step
 from lrlhf.types import Experience, Media
 

@@ -17,7 +17,8 @@ from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from torch import Tensor
 
 from lrlhf.arguments import KeepsArguments
-from lrlhf.run.atomic import atomic_write, move_to_numbered, naming
+from lrlhf.run.atomic import atomic_write, naming
+from lrlhf.run.numbered_files import move_to_numbered
 
 
 class LocalFolder:

@@ -1,4 +1,4 @@
-"""How a file or folder appears under its name: whole or not at all, and no run's over another's."""
+"""How a file or folder appears under its name: whole or not at all."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
-from lightning.pytorch.utilities import rank_zero_info
 from safetensors import SafetensorError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
 
 TEMPORARY: Final = "tmp"
 HELD: Final = (errno.EACCES, errno.EAGAIN)
@@ -305,26 +303,3 @@ def _tensors(content: Any) -> Iterator[Tensor]:
     elif isinstance(content, Mapping | list | tuple):
         for value in content.values() if isinstance(content, Mapping) else content:
             yield from _tensors(value)
-
-
-def move_to_numbered(who: str, names: Sequence[Path], old: Sequence[Path]) -> None:
-    """Rename ``old`` files or folders, all by the same number: ``name.1.jsonl``.
-
-    The number is free beside all ``names`` that the new run is going to use.
-    """
-    number = 1
-    while any(_numbered(path, number).exists() for path in names):
-        number += 1
-    for path in old:
-        path.rename(_numbered(path, number))
-    if old:
-        first, *others = old
-        more = f" and {len(others)} more; they are" if others else "; it is"
-        rank_zero_info(
-            f"{who}: an earlier run has written {first.name}{more} now "
-            f"{_numbered(first, number)}{' and so on' if others else ''}"
-        )
-
-
-def _numbered(path: Path, number: int) -> Path:
-    return path.with_name(f"{path.stem}.{number}{path.suffix}")
