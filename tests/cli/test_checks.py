@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from lrlhf.cli import run
-from lrlhf.cli.application import Application
+from lrlhf.cli.application import Application, ConfigObjects
 from lrlhf.cli.checks import models, run_checks
 from lrlhf.cli.checks.data_rows import (
     CheckedRows,
@@ -46,7 +46,6 @@ from lrlhf.cli.checks.trainer_options import (
     check_wandb,
 )
 from lrlhf.cli.config_entries import processes
-from lrlhf.cli.config_objects import ConfigObjects
 from lrlhf.datamodules import Source
 from lrlhf.datamodules.loading.splits import FirstRows
 from lrlhf.datamodules.rows.collate import Candidate, PairRow, PromptRow

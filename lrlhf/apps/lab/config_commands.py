@@ -13,11 +13,10 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lrlhf.apps.lab.audit import as_json, as_page, as_text, audit
 from lrlhf.apps.lab.reward_command import add_reward_options, run_rewards
 from lrlhf.apps.lab.run_files import check_output, write_json
-from lrlhf.cli.application import Reader
+from lrlhf.cli.application import ConfigObjects, Reader
 from lrlhf.cli.checks.data_rows import taken_from
 from lrlhf.cli.checks.models import check_models
 from lrlhf.cli.config_entries import options_of
-from lrlhf.cli.config_objects import ConfigObjects
 from lrlhf.datamodules import RowDataModule
 from lrlhf.options.errors import MistakeError
 from lrlhf.secrets import safe
