@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from lrlhf.cli import run
-from lrlhf.cli.application import Application
+from lrlhf.cli.application import Application, ConfigObjects
 from lrlhf.cli.checks import models, run_checks
 from lrlhf.cli.checks.data_rows import (
     CheckedRows,
@@ -35,7 +35,6 @@ from lrlhf.cli.checks.data_rows import (
     shown_rows,
     try_rewards,
 )
-from lrlhf.cli.checks.mistake import MistakeError
 from lrlhf.cli.checks.models import TrainedModel, check_main_memory, check_models
 from lrlhf.cli.checks.run_checks import check_engine
 from lrlhf.cli.checks.trainer_options import (
@@ -46,8 +45,7 @@ from lrlhf.cli.checks.trainer_options import (
     check_strategy,
     check_wandb,
 )
-from lrlhf.cli.config_objects import ConfigObjects
-from lrlhf.cli.run_sizes import processes
+from lrlhf.cli.config_entries import processes
 from lrlhf.datamodules import Source
 from lrlhf.datamodules.loading.splits import FirstRows
 from lrlhf.datamodules.rows.collate import Candidate, PairRow, PromptRow
@@ -55,6 +53,7 @@ from lrlhf.datamodules.rows.supervised_rows import SupervisedRow
 from lrlhf.models import CausalLM, ScoreModel
 from lrlhf.models.loading.deferred_weights import is_deferred
 from lrlhf.modules.policy.iteration import Quantity
+from lrlhf.options.errors import MistakeError
 from lrlhf.rewards import RewardFunction
 from lrlhf.strategies import FSDP2
 from tests.cli import toys

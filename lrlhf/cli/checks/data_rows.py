@@ -20,7 +20,6 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.cli.checks.mistake import MistakeError
 from lrlhf.cli.checks.models import TrainedModel
 from lrlhf.cli.config_entries import class_of, is_a, is_lrlhf, options_of
 from lrlhf.datamodules import HubSource, Source, TextDataModule, Weighted
@@ -33,6 +32,7 @@ from lrlhf.datamodules.rows.step_rows import StepRow
 from lrlhf.functional.names import import_value
 from lrlhf.models import TextLimits, load_tokenizer
 from lrlhf.modules import DPO
+from lrlhf.options.errors import MistakeError
 from lrlhf.rewards import LearnedReward, ProcessReward, RewardError, RewardFunction
 from lrlhf.rewards.dispatch import Call, Dispatcher
 from lrlhf.rewards.function import OF_EPISODES, OF_RUNS, OTHER_REWARDS, RESERVED

@@ -23,7 +23,6 @@ from lrlhf.cli.checks.data_rows import (
     shown_rows,
     try_rewards,
 )
-from lrlhf.cli.checks.mistake import MistakeError, RefusedError
 from lrlhf.cli.checks.models import TrainedModel, check_built, check_main_memory, check_models
 from lrlhf.cli.checks.trainer_options import (
     check_accelerator,
@@ -37,14 +36,23 @@ from lrlhf.cli.checks.trainer_options import (
     check_wandb,
     entries_of,
 )
-from lrlhf.cli.config_entries import class_of, is_a, is_lrlhf, options_of
-from lrlhf.cli.run_sizes import has_batch_plan, planned_batches, processes, training_steps
+from lrlhf.cli.config_entries import (
+    class_of,
+    has_batch_plan,
+    is_a,
+    is_lrlhf,
+    options_of,
+    planned_batches,
+    processes,
+    training_steps,
+)
 from lrlhf.datamodules import RowDataModule
 from lrlhf.datamodules.loading.splits import FirstRows
 from lrlhf.models import TextLimits
 from lrlhf.modules.policy.iteration import BatchPlan, Quantity
 from lrlhf.modules.policy.sample import check_compared, check_evaluation, check_extra_samples
 from lrlhf.modules.policy.settings import PolicySettings
+from lrlhf.options.errors import MistakeError, RefusedError
 from lrlhf.rewards import Rewards
 from lrlhf.rollout.vllm import VLLMEngine, VLLMServerEngine
 from lrlhf.rollout.vllm.rank_group import check_group_size

@@ -147,7 +147,7 @@ def with_advantages(
     )
     experience = replace(experience, teacher_advantages=None)
     if settings.sampling.starts_hot and experience.kept_mass is not None:
-        experience = _weighed(experience, it.metrics)
+        experience = _with_temperature_weights(experience, it.metrics)
     if settings.algorithm.loss.choose is not None:
         experience = mark_covariant(experience, settings.algorithm.loss, it)
     fraction = settings.update.high_entropy_fraction
@@ -194,7 +194,7 @@ def mark_covariant(experience: Experience, loss: PolicyLoss, it: Iteration) -> E
     return replace(experience, covariant=marked)
 
 
-def _weighed(experience: Experience, metrics: MetricSums) -> Experience:
+def _with_temperature_weights(experience: Experience, metrics: MetricSums) -> Experience:
     """Make up for first tokens that were drawn at another temperature.
 
         A_it ← A_it Π_s π(y_is) / q(y_is)

@@ -25,7 +25,6 @@ from lrlhf.rollout.responses import Response
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.rollout.vllm.client import Address, ServerClient, ServerResponseError
 from lrlhf.rollout.vllm.dispatch import Router, Targets, TokenRequest, Traffic, respond
-from lrlhf.rollout.vllm.media import content_parts
 from lrlhf.rollout.vllm.servers import (
     ExternalServer,
     Fleet,
@@ -41,6 +40,7 @@ from lrlhf.rollout.vllm.vllm_base import (
     check_positive,
     check_transport,
     command_line,
+    content_parts,
     import_transfer,
     is_cpu,
     response_arguments,
