@@ -139,6 +139,12 @@ class MediaProcessor:
         same = all(key in several and torch.equal(one[key], several[key]) for key in keys)
         return ids == together.input_ids and same
 
+    @property
+    def not_alone(self) -> str:
+        """What it is that `encodes_images_alone` denies, for messages."""
+        name = type(self.processor).__name__
+        return f"{name} encodes an image by itself otherwise than beside others"
+
     def _written(self, kind: str, marker: str) -> str:
         tokenizer = vars(self.processor)["tokenizer"]
         template = tokenizer.chat_template or vars(self.processor).get("chat_template")

@@ -111,8 +111,7 @@ class ImageTokenizer:
             if not self.follows:
                 raise MediaError(
                     "images of several turns",
-                    f"{type(self._processor.processor).__name__} encodes an image by itself "
-                    "otherwise than beside others",
+                    self._processor.not_alone,
                     remedy="show images in the prompts of the data only, and list the "
                     "descriptions of tools in data.tools",
                 )
