@@ -625,6 +625,10 @@ def test_images_of_responses_generated_ahead_are_in_a_checkpoint() -> None:
     with torch.no_grad():
         values = [sequence_logprobs(vlm.model, each) for each in (first, second)]
     assert torch.equal(*values)
+    for one, other in zip(first.media or (), second.media or (), strict=True):
+        # logs show them
+        assert all(map(np.array_equal, one.images, other.images))
+        assert [*map(len, (other.images, other.names))] == [len(one.names)] * 2
     for one, other in zip(first.episodes or (), second.episodes or (), strict=True):
         assert len(one.images) >= 5
         assert all(map(np.array_equal, one.images, other.images))
