@@ -46,6 +46,11 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Harness:
             ["turn2@5"],
             marks=[pytest.mark.vllm, pytest.mark.exhaustive, pytest.mark.timeout(1500)],
         ),
+        pytest.param(
+            "rloo_media_turns_ahead",
+            ["turn2@5"],
+            marks=[pytest.mark.vllm, pytest.mark.exhaustive, pytest.mark.timeout(1500)],
+        ),
     ],
 )
 def test_a_killed_run_ends_as_if_nothing_had_happened(
