@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import logging
 import math
@@ -21,6 +22,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple
+from weakref import WeakValueDictionary
+
+from PIL import Image
 
 try:
     import uvicorn
@@ -73,6 +77,8 @@ _BACKLOG: Final = 2048
 _CLOSE_SECONDS: Final = 5.0
 MAX_BODY_BYTES: Final = 8_000_000
 """Of a request."""
+MAX_BODY_BYTES_WITH_IMAGES: Final = 64_000_000
+"""Of one that repeats the screenshots of a conversation."""
 _MAX_VALUES: Final = 200_000
 """Of the JSON in it, see `parse_json`."""
 _SMALL: Final = 65_536
@@ -440,7 +446,8 @@ async def _read(
     body = Body(request)
     try:
         async with asyncio.timeout(_BODY_SECONDS):
-            content = await body.read(MAX_BODY_BYTES)
+            limit = MAX_BODY_BYTES if media is None else MAX_BODY_BYTES_WITH_IMAGES
+            content = await body.read(limit)
         if len(content) <= _SMALL and media is None:
             return _parsed(content)
         return await asyncio.get_running_loop().run_in_executor(reader, _parsed, content, media)
@@ -644,19 +651,34 @@ _WITHOUT_EFFECT = frozenset(
 """Options that change no answer anywhere."""
 
 
+_read_before: WeakValueDictionary[tuple[bytes, MediaOptions], Image.Image] = WeakValueDictionary()
+"""Images of the requests that are still in use: agents repeat theirs in each."""
+
+
 def _with_read_images(
     messages: Sequence[Message], media: MediaOptions | None
 ) -> tuple[Message, ...]:
-    if media is None or not any(map(parts_of, messages)):
+    if media is None:
         return tuple(messages)
     try:
-        parts = iter(read_parts([part for each in messages for part in parts_of(each)], media))
+        return tuple(
+            {**each, "content": _read_content(parts_of(each), media)} if parts_of(each) else each
+            for each in messages
+        )
     except BadRow as error:
         raise RefusedError(f"messages: {error}", "messages") from error
-    return tuple(
-        {**each, "content": [next(parts) for _ in parts_of(each)]} if parts_of(each) else each
-        for each in messages
-    )
+
+
+def _read_content(parts: Sequence[Any], media: MediaOptions) -> list[Message]:
+    keys = [(hashlib.sha256(repr(part).encode()).digest(), media) for part in parts]
+    known = [_read_before.get(key) for key in keys]
+    new = [part for part, image in zip(parts, known, strict=True) if image is None]
+    read = iter(read_parts(new, media))
+    content = [next(read) if each is None else {"type": "image", "image": each} for each in known]
+    for key, part in zip(keys, content, strict=True):
+        if isinstance(image := part.get("image"), Image.Image):
+            _read_before[key] = image
+    return content
 
 
 def _message(sent: _Message, index: int, media: MediaOptions | None) -> Message:

@@ -59,6 +59,7 @@ from lrlhf.strategies import FSDP2
 from tests.cli import toys
 from tests.cli.experiment import experiment
 from tests.hearing import save_hearing
+from tests.vlms import save_vlm
 
 ROOT = Path(__file__).parents[2]
 REWARD = f"{__name__}.by_length"
@@ -807,6 +808,74 @@ def test_episodes_are_looked_at(
     if says is not None:
         assert says in printed.err
         assert "Traceback" not in printed.err
+
+
+SIGHT = """
+from lrlhf.environments import TextEnvironment
+
+class Looks(TextEnvironment):
+    def reset(self, images):
+        self.image = images[0]
+    def step(self, action):
+        return [self.image]
+
+class Blind(TextEnvironment):
+    def step(self, action):
+        return None
+
+def reds(images):
+    return [1.0 for _ in images]
+"""
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize(
+    ("family", "chat", "reads", "says"),
+    [
+        # 84 of 512 pixels a side: 6 x 6 patches of 14 pixels, of which 4 are a token, and 2 marks
+        ("qwen2_vl", True, True, "of 512 x 512 pixels has 9 tokens, which count in"),
+        ("qwen2_vl", False, True, "episodes cannot show images: the prompts are plain text"),
+        ("", True, False, "episodes cannot show images: the policy reads text only"),
+        (
+            "",
+            True,
+            True,
+            "sight.Looks.reset() reads the column 'images', and the policy reads text",
+        ),
+        (
+            "",
+            True,
+            None,
+            "the reward function sight.reds reads 'images', and the policy reads text",
+        ),
+    ],
+)
+def test_a_check_says_whether_episodes_can_show_images(
+    model_folder: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    chat: bool,
+    reads: bool | None,
+    says: str,
+) -> None:
+    monkeypatch.delitem(sys.modules, "sight", raising=False)
+    Path("sight.py").write_text(SIGHT)
+    if family:
+        save_vlm(family, "vlm")
+    prompt = [{"role": "user", "content": "say"}] if chat else "say"
+    Path("rows.jsonl").write_text((json.dumps({"prompt": prompt}) + "\n") * 2)
+    options = {
+        "policy": "vlm" if family else model_folder,
+        "episodes": {"environment": "sight.Looks" if reads else "sight.Blind"},
+    }
+    data = {"train": "rows.jsonl", "batch_size": 2}
+    config = experiment("RLOO", options, data, reward="sight.reds" if reads is None else REWARD)
+    Path("run.yaml").write_text(yaml.safe_dump(config))
+    status = run(["check", "--config", "run.yaml"])
+    printed = capsys.readouterr()
+    assert says in (printed.err if status else printed.out)
+    assert status == (2 if not family and reads is not False else 0)
 
 
 def test_deepspeed_must_have_room_for_a_copy_in_every_process(

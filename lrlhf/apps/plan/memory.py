@@ -225,7 +225,10 @@ def add_policy_phases(phases: PhaseList, model: Any, data: Any, plan: BatchPlan)
 def note_media(phases: PhaseList, plain: PreTrainedModel) -> None:
     """Say of a model that sees images that they are not counted."""
     if placeholder_ids(plain.config):
-        phases.note("not counted: what looks at images, videos and audio, and their tokens")
+        phases.note(
+            "not counted: what looks at images, videos and audio, and their tokens, those of "
+            "episodes included"
+        )
 
 
 class _PolicyMemory:

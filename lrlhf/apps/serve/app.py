@@ -78,7 +78,7 @@ def read_lightrft_request(body: Any, limits: RequestLimits, marks: TextMarks) ->
     files = MediaFiles(limits)
     images = add_media(files, {"images": _separated(body.get("images"))}, "image", count)
     rows = [
-        _split(query, prompt, marks, bool(images and images[row]))
+        _split(query, prompt, marks, len(images[row] or ()) if images else 0)
         for row, (query, prompt) in enumerate(zip(queries, prompts, strict=True))
     ]
     return ScoreRequest(
@@ -102,16 +102,18 @@ def _texts(body: dict[str, Any], key: str, count: int | None = None) -> list[str
     return values
 
 
-def _split(query: str, prompt: str, marks: TextMarks, shows: bool) -> tuple[str, str]:
-    query, prompt = (_plain(text, marks, shows) for text in (query, prompt))
-    if query.startswith(prompt):
+def _split(query: str, prompt: str, marks: TextMarks, images: int) -> tuple[str, str]:
+    query, prompt = (_plain(text, marks, images) for text in (query, prompt))
+    in_query, in_prompt = (sum(map(text.count, marks.media)) for text in (query, prompt))
+    # marks count in prompts only; of an episode, whose turns show images too, all of it is one
+    turns_show = in_prompt < in_query == images
+    if query.startswith(prompt) and not turns_show:
         return prompt, query[len(prompt) :]
-    # where the response begins is unknown; marks of images count in prompts only
-    return (query, "") if shows else ("", query)
+    return (query, "") if images else ("", query)  # where the response begins is unknown
 
 
-def _plain(text: str, marks: TextMarks, shows: bool) -> str:
-    for mark in marks.media if shows else ():
+def _plain(text: str, marks: TextMarks, images: int) -> str:
+    for mark in marks.media if images else ():
         # of a run that the policy's processor made of one mark, the first is left
         text = re.sub(rf"({re.escape(mark)})(?:{re.escape(mark)})+", r"\1", text)
     text = text[_padded(text, marks.padding) :]

@@ -190,7 +190,6 @@ class VLLMEngine(VLLMBase):
         if not self._llm.reset_prefix_cache():
             raise EngineFailure("vLLM did not reset its prefix cache: requests are still running")
         self._llm.llm_engine.reset_encoder_cache()
-        self._llm.reset_mm_cache()
 
     # ------------------------------------------------------------------ ranks that share an engine
 

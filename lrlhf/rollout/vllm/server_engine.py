@@ -600,6 +600,10 @@ class VLLMServerEngine(VLLMBase):
                 }
                 route = tuple(next(urls.get(token, iter(())), token) for token in request.short_ids)
             parameters = response_arguments(request, shared)
+            if media is not None and self._in_flight:
+                # workers are not sent images whose keys and values are cached, and vLLM 0.32 fails
+                # when an update has these computed again
+                parameters["skip_reading_prefix_cache"] = True
             token_requests.append(
                 TokenRequest(request.prompt_ids, parameters, request.short_ids, route, parts)
             )

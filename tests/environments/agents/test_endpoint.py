@@ -20,14 +20,9 @@ from openai import OpenAI
 
 from lrlhf import web
 from lrlhf.environments import agents
-from lrlhf.environments.agents import (
-    MAX_BODY_BYTES,
-    ChatAnswer,
-    ChatEndpoint,
-    PendingRequest,
-    call_ids,
-)
+from lrlhf.environments.agents import ChatAnswer, ChatEndpoint, PendingRequest, call_ids
 from lrlhf.environments.session import TurnPrompt, TurnTokens
+from lrlhf.media import MediaOptions
 from tests.environments.agents.policy import ADD, serving
 from tests.forked import run
 
@@ -155,8 +150,14 @@ def test_an_unforeseen_error_is_told_in_the_format_of_the_api(endpoint: ChatEndp
     assert answer.json()["error"]["type"] == "server_error"
 
 
-@pytest.mark.parametrize("declared", [True, False])
-def test_a_body_that_is_too_large_is_refused(endpoint: ChatEndpoint, declared: bool) -> None:
+@pytest.mark.parametrize(
+    ("declared", "media", "megabytes"),
+    [(True, None, 8), (False, None, 8), (True, MediaOptions(), 64)],
+)
+def test_a_body_that_is_too_large_is_refused(
+    endpoint: ChatEndpoint, declared: bool, media: MediaOptions | None, megabytes: int
+) -> None:
+    endpoint.media = media
     base_url, key = endpoint.enter(Answers(ChatAnswer(SAYS)))
     start = json.dumps({"messages": HI}).encode()
 
@@ -167,12 +168,13 @@ def test_a_body_that_is_too_large_is_refused(endpoint: ChatEndpoint, declared: b
         return client.post(f"{base_url}/chat/completions", content=content, headers=headers)
 
     with httpx.Client() as client:
-        told = ask(MAX_BODY_BYTES + 1)
+        told = ask(megabytes * 10**6 + 1)
         # the length of chunks is not known before they have come
         statuses = (413, 200) if declared else (411, 411)
-        assert (told.status_code, ask(MAX_BODY_BYTES).status_code) == statuses
+        assert (told.status_code, ask(megabytes * 10**6).status_code) == statuses
     if declared:
-        assert told.json()["error"]["message"].startswith("the body has more than 8 MB")
+        message = told.json()["error"]["message"]
+        assert message.startswith(f"the body has more than {megabytes} MB")
 
 
 @contextlib.contextmanager
