@@ -165,9 +165,9 @@ def warm_up(model: Path, folder: Path, *, steps: int = 150) -> Path:
 
 
 def train(
-    model: Path, folder: Path, *, steps: int = 30, blind: bool = False, vllm: bool = False
+    model: Path, folder: Path, *, steps: int = 80, blind: bool = False, vllm: bool = False
 ) -> Trainer:
-    """Train the model with RLOO, and test it on 200 other pages every 5 iterations."""
+    """Train the model with RLOO, and test it on 200 other pages every 10 iterations."""
     policy = RLOO(
         str(model),
         Rewards([right]),
@@ -195,7 +195,7 @@ def train(
         max_steps=steps,
         default_root_dir=folder,
         check_val_every_n_epoch=None,
-        val_check_interval=5,
+        val_check_interval=10,
         callbacks=[VLLMWeightSync()] if vllm else [],
     )
     trainer.fit(policy, data)
@@ -206,7 +206,7 @@ def main() -> None:
     """Read the command line and train."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=30, help="iterations of RLOO")
+    parser.add_argument("--steps", type=int, default=80, help="iterations of RLOO")
     parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
     parser.add_argument("--blind", action="store_true", help="show grey pages")
     options = parser.parse_args()

@@ -46,7 +46,7 @@ def test_nothing_is_left_of_a_blind_page_but_its_answer() -> None:
 @pytest.mark.timeout(900)
 def test_the_policy_learns_where_to_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["look_twice", "--seed", "1", "--steps", "30"])
+    monkeypatch.setattr("sys.argv", ["look_twice", "--seed", "1"])
     look_twice.main()
     metrics = (tmp_path / "runs/look_twice_1/transformers/metrics.csv").read_text().splitlines()
     column = metrics[0].split(",").index("eval/score")
