@@ -165,7 +165,7 @@ def warm_up(model: Path, folder: Path, *, steps: int = 150) -> Path:
 
 
 def train(
-    model: Path, folder: Path, *, steps: int = 80, blind: bool = False, vllm: bool = False
+    model: Path, folder: Path, *, steps: int = 120, blind: bool = False, vllm: bool = False
 ) -> Trainer:
     """Train the model with RLOO, and test it on 200 other pages every 10 iterations."""
     policy = RLOO(
@@ -175,14 +175,14 @@ def train(
         num_generations=8,
         sampling=Sampling(max_new_tokens=32),
         reference=Reference(kl_coef=0.0),
-        update=Update(entropy_coef=0.01),
+        update=Update(entropy_coef=0.02),
         episodes=Episodes(
             environment=LookTwice,
             tool_calls=RegexCalls("crop (?P<tile>[01])", tool="crop"),
             max_turns=2,
             max_turn_tokens=4,
         ),
-        optimizer=OptimizerConfig(lr=1e-3),
+        optimizer=OptimizerConfig(lr=3e-4),
     )
     data = PromptDataModule(
         Pages(16 * steps, seed=200, blind=blind),
@@ -206,7 +206,7 @@ def main() -> None:
     """Read the command line and train."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=80, help="iterations of RLOO")
+    parser.add_argument("--steps", type=int, default=120, help="iterations of RLOO")
     parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
     parser.add_argument("--blind", action="store_true", help="show grey pages")
     options = parser.parse_args()

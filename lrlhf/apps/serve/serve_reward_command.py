@@ -18,6 +18,7 @@ from lrlhf.options.parser import Parser, check_values, options_without_null
 from lrlhf.rewards import LearnedReward, RewardFunction
 
 _TERMINATED = 128 + signal.SIGTERM
+_REWARD: Any = RewardFunction | str | None
 
 
 def serve_reward(arguments: Sequence[str]) -> None:
@@ -68,11 +69,10 @@ def _parser(serving: Any) -> Parser:
         "--model.source", type=str | None, help="folder of a trained reward model, or as in fit"
     )
     parser.add_class_arguments(LearnedReward, "model", skip={"source"}, instantiate=False)
-    parser.add_subclass_arguments(
-        RewardFunction,
-        "reward",
-        required=False,
-        help="a reward function instead of model: class_path and init_args",
+    parser.add_argument(
+        "--reward",
+        type=_REWARD,
+        help="a reward function instead of model: an import path, or class_path and init_args",
     )
     parser.add_argument("--host", type=str, default="127.0.0.1", help="address to listen at")
     parser.add_argument("--port", type=int, default=8100, help="0: any free one, which is logged")
@@ -120,16 +120,16 @@ def _service(serving: Any, config: Namespace) -> Any:
     )
 
 
-def _function(config: Namespace) -> RewardFunction:
+def _function(config: Namespace) -> RewardFunction | str:
     if (config.model.source is None) == (config.reward is None):
         problem = "neither was given" if config.reward is None else "both were given"
         raise ValueError(f"give model.source or reward, one of the two; {problem}")
     if config.model.source is not None:
         return LearnedReward(**vars(config.model))
     parser = Parser()
-    parser.add_subclass_arguments(RewardFunction, "reward")
+    parser.add_argument("--reward", type=_REWARD)
     entry = Namespace(reward=config.reward)  # type: ignore[no-untyped-call]
-    built: RewardFunction = parser.instantiate_classes(entry).reward
+    built: RewardFunction | str = parser.instantiate_classes(entry).reward
     return built
 
 

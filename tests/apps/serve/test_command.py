@@ -18,7 +18,9 @@ import pytest
 import yaml
 
 from lrlhf.apps.serve import QueueOptions, RequestLimits, check_exposure, read_token
+from lrlhf.apps.serve.serve_reward_command import serve_reward
 from lrlhf.cli import run
+from lrlhf.rewards import LengthPenalty
 from tests.apps.serve.conftest import Scores, folder_config
 
 
@@ -31,6 +33,12 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("values", "flags", "message"),
     [
+        (
+            {},
+            ["--reward", "tests.apps.serve.test_command.letterz"],
+            "module 'tests.apps.serve.test_command' has no attribute 'letterz'; did you mean "
+            "'letters'?\n",
+        ),
         ({}, [], "error: give model.source or reward, one of the two; neither was given\n"),
         (
             {"model": {"source": "x", "batch_size": 0}},
@@ -63,6 +71,28 @@ def test_mistakes_are_explained_in_one_line(
     error = capsys.readouterr().err
     assert error.endswith(message), error
     assert error.count("\n") == 1
+
+
+def letters(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(completion)) for completion in completions]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--reward", "tests.apps.serve.test_command.letters"],
+        ["--reward.class_path", "LengthPenalty", "--reward.init_args.target", "5"],
+    ],
+)
+def test_functions_and_classes_are_served(
+    flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = []
+    monkeypatch.setattr("lrlhf.apps.serve.Scorer", lambda function, name: served.append(function))
+    monkeypatch.setattr("lrlhf.apps.serve.RewardService", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        serve_reward(flags)
+    assert served == [flags[1]] or isinstance(served[0], LengthPenalty)
 
 
 def test_the_config_of_the_repository_parses_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
