@@ -207,8 +207,15 @@ FAMILIAR_NAMES: Mapping[str, str] = {
         "model.importance_sampling",
     ),
     **dict.fromkeys(
-        ("is_correction_type", "rollout_is", "rollout_rs", "vllm_importance_sampling_mode"),
+        ("is_correction_type", "rollout_is", "vllm_importance_sampling_mode"),
         "model.importance_sampling.mode",
+    ),
+    **dict.fromkeys(("rollout_rs", "rollout_rs_threshold"), "model.importance_sampling.reject"),
+    "off_policy_mask_threshold": _UPDATE + "off_policy_threshold",
+    "use_bias_correction_kl": "model.reference.kl_estimator",
+    **dict.fromkeys(
+        ("use_adaptive_entropy", "entropy_target", "entropy_coef_delta"),
+        "trainer.callbacks: lrlhf.callbacks.EntropyControl",
     ),
     **dict.fromkeys(
         (

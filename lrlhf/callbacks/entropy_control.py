@@ -7,7 +7,6 @@ from typing import Any
 import lightning as L
 
 from lrlhf.arguments import KeepsArguments
-from lrlhf.callbacks.kl_control import measured_on_all_ranks
 from lrlhf.modules.contracts import EntropyRewarded
 
 _MEASURED = "policy/entropy"
@@ -72,8 +71,8 @@ class EntropyControl(KeepsArguments, L.Callback):
         assert isinstance(pl_module, EntropyRewarded)
         assert self._coef is not None
         pl_module.log("entropy/coef", pl_module.entropy_coef, batch_size=1)
-        measured = measured_on_all_ranks(trainer, _MEASURED)
-        if measured is None or measured != measured:  # an iteration that trained on nothing
+        measured = pl_module.iteration_metrics.get(_MEASURED)
+        if measured is None:  # the iteration trained on nothing
             return
         low = measured <= self.target
         moved = self._coef + (self.delta if low else -self.delta)

@@ -110,7 +110,7 @@ def discounted_returns(
 def leave_one_out_advantages(
     scores: Float[Tensor, " B"], *, num_generations: int
 ) -> Float[Tensor, " B"]:
-    """Score minus the mean score of the other responses to the same prompt.
+    """Leave-one-out baseline: score minus the mean score of the prompt's other responses.
 
         A_i = R_i - 1/(n - 1) Σ_{j ≠ i} R_j
 

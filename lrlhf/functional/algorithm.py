@@ -111,7 +111,9 @@ class Estimator(NamedTuple):
         lam = self.options.get("value_lam")
         if lam is None:
             return self
-        return self._replace(options={**self.options, "lam": lam, "length_alpha": None})
+        options = {**self.options, "lam": lam}
+        options.pop("length_alpha", None)
+        return self._replace(options=options)
 
     def __call__(
         self, inputs: EstimatorInputs, log_metric: LogMetric = logs_nothing

@@ -21,7 +21,7 @@ KL_ESTIMATORS = ("k1", "k2", "k3")
 def kl_estimate(
     logprobs: Float[Tensor, "*dims"], ref_logprobs: Float[Tensor, "*dims"], *, estimator: str = "k1"
 ) -> Float[Tensor, "*dims"]:
-    """Estimate KL(policy || reference) from the tokens that were sampled.
+    """The k1, k2 or k3 estimator of KL(policy || reference), from the tokens that were sampled.
 
         k1 = d        k2 = d² / 2        k3 = e^(-d) - 1 + d        with d = logprobs - ref
 
@@ -113,7 +113,7 @@ def shape_rewards(
 def adaptive_kl_coef(
     kl_coef: float, current: float, *, target: float, horizon: int, num_samples: int
 ) -> float:
-    """Move the coefficient of the KL penalty so that the KL approaches a target.
+    """Adaptive KL controller: move the coefficient so that the KL approaches a target.
 
         coef · (1 + clip(current / target - 1, ±0.2) · num_samples / horizon)
 

@@ -172,21 +172,22 @@ def high_entropy_mask(
 def off_policy_sequence_mask(
     logprobs: Float[Tensor, "B T"],
     sampling_logprobs: Float[Tensor, "B T"],
-    advantages: Float[Tensor, " B"],
+    advantages: Float[Tensor, "B T"],
     response_mask: Bool[Tensor, "B T"],
     *,
     threshold: float,
-) -> Bool[Tensor, " B"]:
-    """Off-policy sequence mask: True keeps a sequence, False drops it.
+) -> Bool[Tensor, "B T"]:
+    """Off-policy sequence mask: True keeps a token, False drops it.
 
         keep = A ≥ 0  or  mean_t (sampling_logprobs - logprobs) ≤ threshold
 
-    A response that the policy would hardly write any more is dropped where it was a bad one.
+    A response that the policy would hardly write any more is dropped where it was a bad one: as a
+    whole, unless its tokens have advantages of their own.
 
     Args:
         logprobs: Under the policy being trained.
         sampling_logprobs: Of the engine that sampled the tokens.
-        advantages: One per sequence.
+        advantages: Of the tokens.
         response_mask: Tokens of the mean.
         threshold: δ, in nats per token.
 
@@ -195,7 +196,7 @@ def off_policy_sequence_mask(
         https://arxiv.org/abs/2512.02556
     """
     distance = masked_mean(sampling_logprobs - logprobs.detach(), response_mask, dim=1)
-    return (advantages >= 0) | (distance <= threshold)
+    return (advantages >= 0) | (distance <= threshold)[:, None]
 
 
 def token_covariance(
@@ -343,7 +344,10 @@ def token_ratio(
     old_logprobs: Float[Tensor, "B T"],
     response_mask: Bool[Tensor, "B T"],
 ) -> Float[Tensor, "B T"]:
-    """`exp(logprobs - old)`, 1 outside the response and bounded; no gradient through the old."""
+    """Importance sampling ratio of each token, ``π / π_old``: 1 outside the response, bounded.
+
+    No gradient flows through the old policy.
+    """
     # masked before exp: the gradient of a masked infinity is 0 · inf
     return _bounded_exp(torch.where(response_mask, logprobs - old_logprobs.detach(), 0.0))
 

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from lrlhf.functional.kl import MAX_LOG_RATIO
 from lrlhf.functional.masking import masked_sum
 from lrlhf.functional.reward import bradley_terry_loss
 
@@ -102,6 +103,8 @@ def exo_loss(
     Reference:
         Ji et al. 2024, eq. 16, https://arxiv.org/abs/2402.00856
     """
+    if not 0 < epsilon < 1:
+        raise ValueError(f"epsilon is {epsilon}; it must lie between 0 and 1")
     gap = chosen - rejected
     right, wrong = logsigmoid(gap), logsigmoid(-gap)
     return right.exp() * (right - math.log1p(-epsilon)) + wrong.exp() * (wrong - math.log(epsilon))
@@ -126,6 +129,8 @@ def robust_loss(
     Reference:
         Chowdhury et al. 2024, eq. 12, https://arxiv.org/abs/2403.00409
     """
+    if not 0 <= epsilon < 0.5:
+        raise ValueError(f"epsilon is {epsilon}; it must be 0 or more and below 0.5")
     gap = chosen - rejected
     kept, flipped = (1 - epsilon) * logsigmoid(gap), epsilon * logsigmoid(-gap)
     return (flipped - kept) / (1 - 2 * epsilon)
@@ -186,9 +191,12 @@ def discopop_loss(
     Reference:
         Lu et al. 2024, eq. 5, https://arxiv.org/abs/2406.08414
     """
+    if not tau > 0:
+        raise ValueError(f"tau is {tau}; it must be above 0")
     gap = chosen - rejected
     blend = torch.sigmoid(gap / tau)
-    return -(1 - blend) * logsigmoid(gap) + blend * (-gap).exp()
+    # where the exponential is infinite its share is 0, and their product would be NaN
+    return -(1 - blend) * logsigmoid(gap) + blend * (-gap).clamp(max=MAX_LOG_RATIO).exp()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +211,8 @@ class PreferenceLoss:
         length_normalized: Whether they are means over the tokens of an answer.
         beta: Where a run names none.
         margin: By how much the chosen reward should lead, where a run names none.
+        of_gap: Whether it is a function of the gap c - r alone, from which a margin can be taken
+            off; with others margins do not count.
     """
 
     name: str
@@ -212,6 +222,7 @@ class PreferenceLoss:
     length_normalized: bool = False
     beta: float = 0.1
     margin: float = 0.0
+    of_gap: bool = True
 
 
 PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {
@@ -225,11 +236,11 @@ PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {
         PreferenceLoss(name="hinge", function=hinge_loss),
         PreferenceLoss(name="robust", function=robust_loss),
         PreferenceLoss(name="exo_pair", function=exo_loss),
-        PreferenceLoss(name="nca_pair", function=nca_loss),
-        PreferenceLoss(name="bco_pair", function=bco_pair_loss),
-        PreferenceLoss(name="sppo_hard", function=sppo_loss, takes_beta=True),
-        PreferenceLoss(name="apo_zero", function=apo_zero_loss),
-        PreferenceLoss(name="apo_down", function=apo_down_loss),
+        PreferenceLoss(name="nca_pair", function=nca_loss, of_gap=False),
+        PreferenceLoss(name="bco_pair", function=bco_pair_loss, of_gap=False),
+        PreferenceLoss(name="sppo_hard", function=sppo_loss, takes_beta=True, of_gap=False),
+        PreferenceLoss(name="apo_zero", function=apo_zero_loss, of_gap=False),
+        PreferenceLoss(name="apo_down", function=apo_down_loss, of_gap=False),
         PreferenceLoss(name="discopop", function=discopop_loss),
         PreferenceLoss(
             name="simpo",

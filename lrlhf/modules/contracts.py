@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -74,6 +74,8 @@ class EntropyRewarded(Protocol):
     """A module with an entropy bonus whose strength may change between iterations."""
 
     entropy_coef: float
+    iteration_metrics: Mapping[str, float]
+    """What the last iteration measured, over all ranks."""
 
 
 @runtime_checkable

@@ -75,10 +75,11 @@ class DPO(PairModule):
         loss_options: Keyword arguments of the loss, such as ``{epsilon: 0.2}`` of ``robust``.
         beta: Scale of the rewards; None: 0.1, and 2 of ``sigmoid_norm`` and ``simpo``.
         margin: By how much the chosen reward should lead; a pair's own margin replaces it. None:
-            0, and 1 of ``simpo`` (γ).
+            0, and 1 of ``simpo`` (γ). ``nca_pair``, ``bco_pair``, ``sppo_hard`` and both ``apo``
+            losses know none, those of pairs included.
         length_normalized: Whether rewards are means over the tokens of an answer; None: as the
             loss has it.
-        label_smoothing: Assumed share of wrong labels (cDPO).
+        label_smoothing: Label smoothing: assumed share of wrong labels (cDPO).
         ld_alpha: Weight of what the longer answer of a pair has beyond the length of the shorter
             one (LD-DPO), below 1; None: 1.
         sft_coef: Weight of the negative log-likelihood per token of the chosen answer, which keeps
@@ -137,6 +138,8 @@ class DPO(PairModule):
         _check(self_beta, sft_coef, logprob_chunk)
         if ld_alpha is not None and not 0 <= ld_alpha <= 1:
             raise ValueError(f"ld_alpha is {ld_alpha}; it must lie in [0, 1]")
+        if margin and not chosen.of_gap:
+            raise ValueError(f"loss {chosen.name} knows no margin: leave margin out")
         options = {"reference": reference, "precompute_reference": precompute_reference}
         for name in (name for name, value in options.items() if value and not chosen.reference):
             raise ValueError(f"loss {chosen.name} has no reference: leave {name} out")
@@ -146,6 +149,7 @@ class DPO(PairModule):
                 margin=chosen.margin if margin is None else margin,
                 tie_weight=0.0,
                 label_smoothing=label_smoothing,
+                takes_margins=chosen.of_gap,
             ),
             optimizer=optimizer,
             max_grad_norm=max_grad_norm,
@@ -325,7 +329,10 @@ def _pair_loss(loss: PreferenceLoss, beta: float, options: dict[str, Any]) -> Pa
         if name not in known or name == "beta":
             raise unknown_name(f"option in loss_options (loss {loss.name})", name, known)
     own = {"beta": beta} if loss.takes_beta else {}
-    return partial(loss.function, **own, **options)
+    function = partial(loss.function, **own, **options)
+    if options:  # have it refuse values out of their range at once
+        function(torch.zeros(1), torch.zeros(1))
+    return function
 
 
 def _check(beta: float, sft_coef: float, chunk: int) -> None:

@@ -128,11 +128,11 @@ class PolicyModule(TrainingModule):
         optimizer: AdamW and its schedule, counted in iterations.
         guard: What counts as an anomaly, whose step is left out, and when to give up.
         dynamic_sampling: Train on groups that teach something only; None: on all.
-        max_staleness: Iterations that the weights which sample a token may be behind those that
-            train on it. 0: each iteration generates its own responses. 1: those of the next one are
-            generated while this one trains. Above 1: those of so many, by an engine that takes new
-            weights while it generates. Above 0 needs an engine in a process of its own
-            (`VLLMServerEngine`).
+        max_staleness: Bounded staleness of asynchronous rollouts: iterations that the weights which
+            sample a token may be behind those that train on it. 0: each iteration generates its
+            own responses. 1: those of the next one are generated while this one trains. Above 1:
+            those of so many, by an engine that takes new weights while it generates. Above 0 needs
+            an engine in a process of its own (`VLLMServerEngine`).
         allow_truncated_sampling: Train on responses sampled with top_p, top_k or min_p, although
             their distribution is not the policy's.
         episodes: Turns with an environment or with tools in the place of single responses; None:
@@ -248,10 +248,12 @@ class PolicyModule(TrainingModule):
         """Results of the last evaluation."""
         self.kl_coef = settings.kl_coef
         self.entropy_coef = settings.update.entropy_coef
+        self.iteration_metrics: Mapping[str, float] = {}
         self.samples_per_step = 0
         self._shown_plan = ""
         self.stateful |= {
-            "kl": _KLState(self),
+            "kl": _SteeredState(self, "kl_coef", settings.kl_coef),
+            "entropy": _SteeredState(self, "entropy_coef", settings.update.entropy_coef),
             "running_scores": self.running_scores,
             "sampler": self.sampler,
             "token_budget": self.token_budget,
@@ -534,6 +536,7 @@ def log_iteration(module: TrainingModule, experience: Experience, it: Iteration)
     for name, count in module.step_guard.metrics().items():
         it.metrics.add(name, count, 1.0)
     reduced = it.metrics.reduce(it.ranks, it.device)
+    module.iteration_metrics = reduced
     if "value/return_std" in reduced:
         reduced["value/explained_variance"] = explained_variance(
             reduced["value/error_std"], reduced["value/return_std"]
@@ -560,19 +563,18 @@ def load_reference(policy: Any, settings: PolicySettings) -> ReferencePolicy | N
     return frozen_reference(policy, reference.model) if settings.kl_coef else None
 
 
-class _KLState:
-    """The strength of the KL penalty, which callbacks steer through the module's ``kl_coef``."""
+class _SteeredState:
+    """The strength of KL penalty or entropy bonus, an attribute that callbacks steer."""
 
-    def __init__(self, module: PolicyModule) -> None:
-        self._module = module
-        self._configured = module.settings.kl_coef
+    def __init__(self, module: PolicyModule, name: str, configured: float) -> None:
+        self._module, self._name, self._configured = module, name, configured
 
     def state_dict(self) -> dict[str, Any]:
-        return {"coef": self._module.kl_coef, "configured": self._configured}
+        return {"coef": getattr(self._module, self._name), "configured": self._configured}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["configured"] == self._configured:
-            self._module.kl_coef = state["coef"]
+            setattr(self._module, self._name, state["coef"])
 
 
 class _ReferenceState:

@@ -47,7 +47,7 @@ class RewardModel(PairModule):
         tie_weight: Weight of abs(score gap) of pairs labelled as equal, beside a preference's loss.
         head_weights: Weight of each head in the loss, 1 where none is given.
         center_coef: Strength of (chosen + rejected)², which keeps scores around 0; try 0.01.
-        label_smoothing: Assumed share of wrong labels.
+        label_smoothing: Label smoothing: assumed share of wrong labels.
         optimizer: AdamW and its schedule, counted in optimizer steps; 3 % of them are warm-up
             unless ``warmup_steps`` says otherwise.
         max_grad_norm: Clip the gradient to this norm; ``inf`` leaves it.

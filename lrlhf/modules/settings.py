@@ -32,8 +32,9 @@ class Reference:
         placement: Where the penalty goes: "reward" or "loss". None follows the algorithm: the
             RLOO and REINFORCE families in the reward, the GRPO family and functions of your own in
             the loss.
-        sync_every: Mix the policy into the reference every so many iterations (TR-DPO, Gorbatovski
-            et al. 2024, https://arxiv.org/abs/2404.09656, eq. 2); None: never.
+        sync_every: Moving reference (a reference reset where ``mixup`` is 1): mix the policy into
+            it every so many iterations (TR-DPO, Gorbatovski et al. 2024,
+            https://arxiv.org/abs/2404.09656, eq. 2); None: never.
         mixup: Weight of the policy in that mix; 1 replaces the reference.
         model: Another model with the policy's tokenizer; None: the policy as it starts.
         offload: Keep it in main memory between its passes. Strategies that split models over the

@@ -7,22 +7,24 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lrlhf.callbacks import EntropyControl
 from tests.callbacks.fakes import ToyPolicy, batches, trainer
 
-MEASURED = [0.1, 0.19, 0.5, 0.1]
+MEASURED = [0.1, 0.2, 0.5, 0.1]
 
 
 class Entropic(ToyPolicy):
     """Logs entropies known beforehand, and keeps the coefficient of each step."""
 
-    def __init__(self, entropies: list[float], entropy_coef: float = 0.0) -> None:
+    def __init__(self, entropies: list[float | None], entropy_coef: float = 0.0) -> None:
         super().__init__()
         self.entropy_coef = entropy_coef
         self.entropies = entropies
+        self.iteration_metrics: dict[str, float] = {}
         self.used: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         self.used.append(self.entropy_coef)
         super().training_step(batch, batch_idx)
-        self.log("policy/entropy", self.entropies[batch_idx], batch_size=1)
+        entropy = self.entropies[batch_idx]
+        self.iteration_metrics = {} if entropy is None else {"policy/entropy": entropy}
 
 
 def test_the_bonus_grows_below_the_target_and_rests_above_it(tmp_path: Path) -> None:
@@ -32,6 +34,12 @@ def test_the_bonus_grows_below_the_target_and_rests_above_it(tmp_path: Path) -> 
     # 0.01 and 0.02 are added up; at 0.5 one is taken off and nothing counts; then 0.02 again
     assert module.used == pytest.approx([0.0, 0.01, 0.02, 0.0])
     assert module.entropy_coef == pytest.approx(0.02)
+
+
+def test_an_iteration_that_trained_on_nothing_moves_nothing(tmp_path: Path) -> None:
+    module = Entropic([0.1, None, None, 0.1])
+    trainer(tmp_path, EntropyControl(target=0.2, delta=0.01)).fit(module, batches(4))
+    assert module.used == pytest.approx([0.0, 0.01, 0.01, 0.01])
 
 
 def test_it_stays_within_its_bounds(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def evaluate(
         # probabilities 0.75 and 0.25 are 0.25 from ½: those that the advantage moved are out
         ("dppo", (1.5, 0.5), 1.0, [0, 0, math.log(4) / 2]),
         ("dppo", (1.5, 0.5), -1.0, [0, 1.5 * math.log(0.75), 0]),
-        ("dppo", (1.3, 0.7), 1.0, [0, -1.3 * math.log(0.65), -0.7 * math.log(0.35)]),
+        ("dppo", (1.2, 0.7), 1.0, [0, -1.2 * math.log(0.6), -0.7 * math.log(0.35)]),
     ],
 )
 def test_defaults_by_hand(

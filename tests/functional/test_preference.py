@@ -59,6 +59,13 @@ def test_every_preference_loss_is_that_of_its_paper() -> None:
     }
 
 
+def test_a_pair_that_is_far_off_has_a_finite_loss_and_gradient() -> None:
+    chosen = torch.tensor([-200.0], requires_grad=True)
+    loss = PREFERENCE_LOSSES["discopop"].function(chosen, torch.zeros(1))
+    assert loss.item() == pytest.approx(200.0)
+    assert torch.autograd.grad(loss.sum(), chosen)[0].item() == pytest.approx(-1.0)
+
+
 def test_losses_of_tokens_read_nothing_outside_the_mask() -> None:
     logprobs = LOGPROBS.clone().requires_grad_()
     nll = TOKEN_LOSSES["nll"](logprobs, MASK)

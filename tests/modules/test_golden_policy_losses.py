@@ -84,8 +84,8 @@ SETTINGS: dict[str, tuple[PolicyLoss, dict[str, Any]]] = {
     "bnpo": (loss_named("bnpo"), {}),
     "unbiased_kl": (loss_named("grpo"), {"kl_coef": 0.3, "kl_estimator": "unbiased"}),
     "off_policy_mask": (loss_named("grpo"), {"off_policy_threshold": 0.02}),
-    "dppo_tv": (loss_named("dppo"), {}),
-    "dppo_kl": (loss_named("dppo", divergence="kl"), {}),
+    "dppo_tv": (loss_named("dppo", low=0.2, high=0.2), {}),
+    "dppo_kl": (loss_named("dppo", divergence="kl", low=0.2, high=0.2), {}),
     "clip_cov": (loss_named("clip_cov", fraction=1.0, cov_low=0.2), {}),
     "kl_cov": (loss_named("kl_cov", fraction=0.2), {}),
 }
@@ -130,7 +130,11 @@ def test_tokens_are_chosen_among_those_of_all_ranks(name: str) -> None:
             sent.append(own)
             return sent
 
-        step: Any = SimpleNamespace(ranks=SimpleNamespace(gather=gather, rank=rank), step=3)
+        step: Any = SimpleNamespace(
+            ranks=SimpleNamespace(gather=gather, rank=rank),
+            step=3,
+            module=SimpleNamespace(seed=1),
+        )
         chosen = mark_covariant(rows, loss, step).covariant
         assert chosen is not None
         return chosen

@@ -19,12 +19,14 @@ from lrlhf.models import ValueNetwork
 from lrlhf.modules import PPO, RLOO, Critic, ImportanceSampling, Reference, Update
 from lrlhf.modules.metrics.metric_sums import MetricSums
 from lrlhf.modules.policy.experience import (
+    compute_advantages,
     measure_importance,
     off_policy_rows,
     with_importance_weights,
 )
 from lrlhf.modules.policy.objective import Denominators, denominators
 from lrlhf.rollout import TransformersEngine, plan_micro_batches
+from lrlhf.run import Collectives
 from lrlhf.types import Experience
 from tests.modules.policy_runs import SkewedEngine, assert_same, moved, one_process, sgd
 from tests.modules.test_policy_objective import loss_of, random_experience
@@ -478,3 +480,49 @@ def test_what_would_reject_equal_probabilities_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=culprit):
         ImportanceSampling(**options)
+
+
+# ---- options that reach the loss
+
+
+def test_responses_that_went_too_far_and_were_bad_have_no_gradient(skewed, train) -> None:
+    options = {"update": plain("reinforce", off_policy_threshold=0.0), "importance_sampling": NONE}
+    module = skewed(**options)
+    policy = copy.deepcopy(module.policy)
+    run = train(module)
+    surrogate, rows = 0.0, responses_of(policy, run.experience)
+    dropped = 0
+    for row in rows:
+        # the mean of log μ - log π, and one advantage per response
+        far = sum(math.log(1 / token.ratio) for token in row) / len(row) > 0
+        dropped += len(row) * (far and row[0].advantage < 0)
+        for token in row:
+            if not (far and token.advantage < 0):
+                surrogate = surrogate - token.advantage * token.logprob
+    tokens = sum(map(len, rows))
+    expected = step_of(policy, surrogate / tokens)
+    assert_same(expected, dict(module.policy.named_parameters()), **CLOSE)
+    assert 0 < dropped < tokens
+    assert run.logged["policy/off_policy_fraction"] == pytest.approx(dropped / tokens)
+
+
+def test_an_estimator_counts_over_all_ranks(build, train, monkeypatch) -> None:
+    sums = []
+    monkeypatch.setattr(
+        "lrlhf.modules.policy.experience.compute_advantages",
+        lambda *args, sum_over_ranks, **options: (
+            sums.append(sum_over_ranks),
+            compute_advantages(*args, sum_over_ranks=sum_over_ranks, **options),
+        )[1],
+    )
+    train(build(algorithm="gpg"))
+    assert [each.__func__ for each in sums] == [Collectives.sum]
+
+
+def test_the_entropy_bonus_is_that_of_the_module_and_goes_into_its_checkpoint(build, train) -> None:
+    steered, configured = build(), build(update=Update(entropy_coef=0.5))
+    steered.entropy_coef = 0.5
+    assert_same(train(configured).after, train(steered).after)
+    again = build()
+    again.stateful["entropy"].load_state_dict(steered.stateful["entropy"].state_dict())
+    assert again.entropy_coef == 0.5

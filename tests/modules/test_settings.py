@@ -304,3 +304,31 @@ def test_the_help_of_the_loss_names_every_loss() -> None:
     help_text = inspect.getdoc(Update) or ""
     listed = help_text.split("POLICY_LOSSES` (")[1].split(")")[0]
     assert sorted(listed.replace("\n", " ").replace(",", " ").split()) == sorted(POLICY_LOSSES)
+
+
+@pytest.mark.parametrize(
+    ("options", "culprit"),
+    [
+        ({"algorithm": "pass_at_k", "num_generations": 2}, "k is 2; it must be .* below"),
+        (
+            {"algorithm": "pass_at_k", "advantage": Advantage(options={"k": 1.0})},
+            "k is 1.0; it must be a whole number",
+        ),
+        ({"algorithm": "dppo", "update": Update(options={"divergence": "tvv"})}, "tvv"),
+        ({"algorithm": "clip_cov", "update": Update(options={"fraction": 7.0})}, "fraction"),
+        ({"algorithm": "kl_cov", "update": Update(options={"old_kl_coef": -1.0})}, "old_kl_coef"),
+        ({"reference": Reference(kl_estimator="unbiased")}, "unbiased, which weighs a gradient"),
+    ],
+)
+def test_what_a_new_algorithm_cannot_do_is_refused_before_a_rollout(
+    build, options: dict[str, Any], culprit: str
+) -> None:
+    with pytest.raises(ValueError, match=culprit):
+        build(**options)
+
+
+def test_a_lam_beside_one_that_depends_on_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="length_alpha: null"):
+        assemble_algorithm(
+            "vapo", default="ppo", advantage=Advantage(options={"lam": 0.5}), update=Update()
+        )

@@ -126,6 +126,8 @@ def test_the_other_losses_on_pairs_equal_trl(case: dict[str, Any], tmp_path: Pat
         ({"loss": "robust", "loss_options": {"epsilom": 0.1}}, "did you mean 'epsilon'"),
         ({"loss": "sppo_hard", "loss_options": {"beta": 0.1}}, "loss_options"),
         ({"ld_alpha": 1.5}, "ld_alpha"),
+        ({"loss": "robust", "loss_options": {"epsilon": 0.5}}, "epsilon is 0.5"),
+        ({"loss": "sppo_hard", "margin": 1.0}, "knows no margin"),
     ],
 )
 def test_options_that_a_loss_on_pairs_has_not_are_refused(

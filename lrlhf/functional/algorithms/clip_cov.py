@@ -42,6 +42,10 @@ def choose_clipped(
     Reference:
         Cui et al. 2025, §4.2, https://arxiv.org/abs/2505.22617; the defaults are verl's
     """
+    if not 0 < fraction <= 1:
+        raise ValueError(f"fraction is {fraction}; it must lie in (0, 1]")
+    if not cov_low < cov_high:
+        raise ValueError(f"cov_low is {cov_low} and cov_high {cov_high}; the first must be smaller")
     candidates = ((covariance > cov_low) & (covariance < cov_high)).nonzero().flatten()
     count = max(int(fraction * len(covariance)), 1)
     taken = candidates[torch.randperm(len(candidates), generator=generator)[:count]]

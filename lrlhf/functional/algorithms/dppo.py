@@ -13,6 +13,8 @@ Reference:
 
 from __future__ import annotations
 
+import math
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -61,8 +63,8 @@ def divergence_masked_policy_loss(  # noqa: PLR0913  bounds of the region
     response_mask: Bool[Tensor, "B T"],
     *,
     divergence: str = "tv",
-    low: float = 0.2,
-    high: float = 0.2,
+    low: float | None = None,
+    high: float | None = None,
     ratio_max: float = 20.0,
     log_metric: LogMetric = logs_nothing,
 ) -> Float[Tensor, "B T"]:
@@ -74,8 +76,9 @@ def divergence_masked_policy_loss(  # noqa: PLR0913  bounds of the region
         advantages: No gradient.
         response_mask: Outside it the loss is 0.
         divergence: ``tv`` or ``kl``, see `binary_divergence`.
-        low: Divergence up to which a token may become less likely where its advantage is negative.
-        high: Divergence up to which a token may become likelier where its advantage is positive.
+        low: Divergence up to which a token may become less likely where its advantage is negative;
+            None: 0.15 of ``tv``, 0.05 of ``kl``, as in verl's recipe.
+        high: The same of a token that becomes likelier where its advantage is positive.
         ratio_max: Largest weight.
         log_metric: Receives the share of tokens outside the trust region, ``masked``.
 
@@ -85,6 +88,8 @@ def divergence_masked_policy_loss(  # noqa: PLR0913  bounds of the region
     Reference:
         Qi et al. 2026 (DPPO); the bound on the weight: §5.4, https://arxiv.org/abs/2602.04879
     """
+    usual = {"tv": 0.15, "kl": 0.05}.get(divergence, math.inf)
+    low, high = (usual if bound is None else bound for bound in (low, high))
     for name, bound in (("low", low), ("high", high), ("ratio_max", ratio_max)):
         if not bound > 0:
             raise ValueError(f"{name} is {bound}; it must be above 0")
@@ -105,7 +110,7 @@ ALGORITHM = Algorithm(
     loss=PolicyLoss(
         "dppo",
         divergence_masked_policy_loss,
-        options={"divergence": "tv", "low": 0.2, "high": 0.2, "ratio_max": 20.0},
+        options={"divergence": "tv", "low": None, "high": None, "ratio_max": 20.0},
     ),
     kl_coef=0.0,
 )

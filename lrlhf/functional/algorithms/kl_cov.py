@@ -3,6 +3,8 @@
     c_t = (log π(y_t) - mean) (A_t - mean)        over the tokens of the batch
     L   = -mean over tokens of ρ_t A_t - 1[c_t among the largest] old_kl_coef |log ρ_t|
 
+The penalty is 0 as long as ρ is 1: it needs several optimizer steps per rollout.
+
 Reference:
     Cui et al. 2025, §4.2, https://arxiv.org/abs/2505.22617
 
@@ -32,6 +34,8 @@ def choose_largest(
     Reference:
         Cui et al. 2025, §4.2, https://arxiv.org/abs/2505.22617; the default is verl's
     """
+    if not 0 < fraction <= 1:
+        raise ValueError(f"fraction is {fraction}; it must lie in (0, 1]")
     count = min(max(int(fraction * len(covariance)), 1), len(covariance))
     chosen = torch.zeros(len(covariance), dtype=torch.bool)
     chosen[covariance.topk(count).indices] = True
@@ -60,6 +64,8 @@ def kl_cov_policy_loss(
     Reference:
         Cui et al. 2025, §4.2, https://arxiv.org/abs/2505.22617
     """
+    if old_kl_coef < 0:
+        raise ValueError(f"old_kl_coef is {old_kl_coef}; it must be 0 or more")
     loss = importance_weighted_policy_loss(logprobs, old_logprobs, advantages, response_mask)
     held = covariant & response_mask
     distance = torch.where(held, logprobs - old_logprobs.detach(), 0.0).abs()

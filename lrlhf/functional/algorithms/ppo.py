@@ -49,8 +49,8 @@ def gae(
         inputs: Scores, KL, values and turn rewards of the rollout.
         gamma: Discount per step.
         lam: 0 trusts the critic (one-step errors), 1 the outcome (Monte Carlo).
-        length_alpha: α of a lam that depends on the length l of each response, in place of ``lam``:
-            ``max(0, 1 - 1 / (α l))``; None: ``lam`` for all.
+        length_alpha: α of a lam that depends on the length l of each response, in steps:
+            ``max(0, 1 - 1 / (α l))`` in place of ``lam``; None: ``lam`` for all.
         value_lam: lam of the critic's targets (decoupled GAE), see `Estimator.of_values`; None: the
             same as of the advantages.
         discount: "token": every token is a step; "turn": a turn is one, and inside it gamma and lam
@@ -76,7 +76,7 @@ def gae(
     if length_alpha is not None:
         if not length_alpha > 0:
             raise ValueError(f"length_alpha is {length_alpha}; it must be above 0, or None")
-        lengths = mask.sum(dim=1).clamp(min=1).to(values.dtype)
+        lengths = step_ends(mask, discount).sum(dim=1).clamp(min=1).to(values.dtype)
         lams = (1 - 1 / (length_alpha * lengths)).clamp(min=0)
     result = generalized_advantages(
         token_rewards(scores, inputs),

@@ -37,8 +37,8 @@ class PairObjective:
         preference:  (1 - s) ℓ(c - m, r) + s ℓ(r, c - m) + k (c + r)²
         tie:         w |c - r| + k (c + r)²
 
-    with chosen and rejected scores c and r, ℓ the weighted sum of ``losses``, margin m, label
-    smoothing s, tie weight w and centering k.
+    with chosen and rejected scores c and r, ℓ the weighted sum of ``losses``, margin m,
+    label smoothing s, tie weight w and centering k.
 
     Args:
         losses: Pair losses and their weights.
@@ -46,6 +46,7 @@ class PairObjective:
         tie_weight: Weight of a tie's loss beside a preference's.
         center_coef: Strength of the pull of c + r towards 0.
         label_smoothing: Probability that a label is wrong, below 0.5.
+        takes_margins: Whether margins count, those of pairs included.
     """
 
     losses: tuple[tuple[PairLoss, float], ...]
@@ -53,6 +54,7 @@ class PairObjective:
     tie_weight: float = 0.01
     center_coef: float = 0.0
     label_smoothing: float = 0.0
+    takes_margins: bool = True
 
     def __post_init__(self) -> None:
         for name in ("tie_weight", "center_coef"):
@@ -98,7 +100,7 @@ class PairObjective:
         return loss
 
     def _margin(self, labels: Tensor, margin: Tensor | None) -> Tensor | float:
-        if margin is None:
+        if margin is None or not self.takes_margins:
             return self.margin
         own = torch.where(margin.isnan(), torch.full_like(margin, self.margin), margin)
         return own[:, None].expand_as(labels).flatten()

@@ -148,14 +148,14 @@ def with_advantages(
     experience = replace(experience, teacher_advantages=None)
     if settings.sampling.starts_hot and experience.kept_mass is not None:
         experience = _with_temperature_weights(experience, it.metrics)
+    fraction = settings.update.high_entropy_fraction
+    if fraction < 1:
+        assert experience.entropy is not None
+        chosen = high_entropy_mask(experience.entropy, experience.loss_mask, fraction=fraction)
+        experience = replace(experience, selected=chosen)
     if settings.algorithm.loss.choose is not None:
         experience = mark_covariant(experience, settings.algorithm.loss, it)
-    fraction = settings.update.high_entropy_fraction
-    if fraction == 1:
-        return experience
-    assert experience.entropy is not None
-    chosen = high_entropy_mask(experience.entropy, experience.loss_mask, fraction=fraction)
-    return replace(experience, selected=chosen)
+    return experience
 
 
 def start_from(
@@ -184,10 +184,12 @@ def mark_covariant(experience: Experience, loss: PolicyLoss, it: Iteration) -> E
     """
     before = experience.old_logprobs
     before = experience.engine_logprobs if before is None else before
-    mask = experience.loss_mask
+    mask = experience.loss_mask if experience.selected is None else experience.selected
     own = torch.stack([before[mask], experience.advantages[mask]]).float().cpu()
     ranks = it.ranks.gather(own)
-    chosen = loss.choose_tokens(token_covariance(*torch.cat(ranks, dim=1)), seed=it.step)
+    # another choice in each iteration, and under each seed of the run
+    seed = (it.module.seed or 0) * 2**32 + it.step
+    chosen = loss.choose_tokens(token_covariance(*torch.cat(ranks, dim=1)), seed=seed)
     start = sum(each.shape[1] for each in ranks[: it.ranks.rank])
     marked = torch.zeros_like(mask)
     marked[mask] = chosen[start : start + own.shape[1]].to(mask.device)
@@ -446,6 +448,12 @@ def _observations(experience: Experience) -> Tensor:
         raise ValueError(
             "the estimator compares turns by the tokens read before them, and these rows show "
             "images or sounds, whose tokens are all alike: take another algorithm (rloo_turn)"
+        )
+    if experience.forks is not None and bool((experience.forks != 0).any()):
+        raise ValueError(
+            "the estimator compares turns by the tokens read before them, and these rows hold "
+            "rewritten histories, in which earlier answers are read again: set episodes.history: "
+            "tokens, or take another algorithm (rloo_turn)"
         )
     return observation_numbers(
         experience.input_ids, experience.attention_mask, experience.response_mask

@@ -49,7 +49,10 @@ class LossTerms(NamedTuple):
 
 
 class Denominators(NamedTuple):
-    """What the sums of one optimizer step are divided by, over all ranks."""
+    """What the sums of one optimizer step are divided by, over all ranks.
+
+    Normalisation under gradient accumulation: micro-batches add up to the loss of the whole step.
+    """
 
     rows: Tensor
     tokens: Tensor
@@ -123,9 +126,10 @@ def policy_loss(  # noqa: PLR0913  the terms of the objective
     advantages, weights = experience.advantages, experience.importance_weights
     per_response = loss.level == "sequence"
     weighted = logprobs
-    of_responses = masked_mean(advantages, experience.response_mask, dim=1)
+    of_tokens = advantages
     if per_response:
-        advantages = of_responses
+        advantages = masked_mean(advantages, experience.response_mask, dim=1)
+        of_tokens = advantages[:, None].expand_as(logprobs)
         weighted = _with_weighted_gradient(logprobs, weights)
     metrics = metrics or MetricSums()
     further: dict[str, Any] = {**log_metric_of(loss.function, metrics.add_of_algorithm)}
@@ -138,12 +142,12 @@ def policy_loss(  # noqa: PLR0913  the terms of the objective
         keep = off_policy_sequence_mask(
             logprobs,
             experience.engine_logprobs,
-            of_responses,
+            of_tokens,
             mask,
             threshold=off_policy_threshold,
         )
-        metrics.add_values("policy/off_policy_fraction", (~keep)[experience.counted].float())
-        values = torch.where(keep if per_response else keep[:, None], values, 0.0)
+        metrics.add_values("policy/off_policy_fraction", (~keep)[mask].float())
+        values = torch.where(keep[:, 0] if per_response else keep, values, 0.0)
 
     def share(term: Tensor, mask: Tensor, tokens: Tensor) -> Tensor:
         mode = loss.term_aggregate

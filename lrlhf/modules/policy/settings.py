@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
+import torch
+
 from lrlhf.environments.settings import Episodes, resolve
 from lrlhf.functional.algorithm import LOG_METRIC, Algorithm, Estimator, PolicyLoss
 from lrlhf.functional.algorithms import (
@@ -14,6 +16,7 @@ from lrlhf.functional.algorithms import (
     ALIASES,
     ESTIMATORS,
     distillation,
+    pass_at_k,
     resolve_algorithm,
     resolve_estimator,
     resolve_policy_loss,
@@ -200,10 +203,10 @@ def _check_groups(settings: PolicySettings) -> None:
             "nearest value is 2"
         )
     k = estimator.options.get("k")
-    if isinstance(k, int) and not 1 <= k <= size:
+    if estimator.function is pass_at_k.pass_at_k and not (type(k) is int and 1 <= k < size):
         raise ValueError(
-            f"advantage.options k is {k}, and the estimator {_estimator_name(settings)!r} takes k "
-            f"of num_generations responses, which is {size}"
+            f"advantage.options k is {k!r}; it must be a whole number from 1 to below "
+            f"num_generations, {size}: of all responses there is one best, so that none would learn"
         )
 
 
@@ -427,11 +430,17 @@ def assemble_algorithm(
 
 def _with_estimator_options(estimator: Estimator, name: str, advantage: Advantage) -> Estimator:
     _check_options(f"advantage.options (estimator {name})", [estimator.function], advantage.options)
+    options = {**estimator.options, **advantage.options}
+    if "lam" in advantage.options and options.get("length_alpha") is not None:
+        raise ValueError(
+            f"advantage.options of {name} have lam, and length_alpha in its place: set "
+            "length_alpha: null, or leave lam out"
+        )
     level = estimator.normalize
     if advantage.normalize is not None:
         default: Literal["token", "sequence"] = "token" if estimator.per_turn else "sequence"
         level = (default if level == "none" else level) if advantage.normalize else "none"
-    return estimator._replace(options={**estimator.options, **advantage.options}, normalize=level)
+    return estimator._replace(options=options, normalize=level)
 
 
 def _with_loss_options(loss: PolicyLoss, update: Update) -> PolicyLoss:
@@ -446,9 +455,22 @@ def _with_loss_options(loss: PolicyLoss, update: Update) -> PolicyLoss:
                 f"update.{name} is about tokens, but update.loss {loss.name!r} has one value per "
                 f"response; leave it out, or choose a token loss ({TOKEN_LOSSES}, …)"
             )
-    return loss._replace(
+    loss = loss._replace(
         options={**loss.options, **update.options}, aggregate=update.aggregate or loss.aggregate
     )
+    if update.options:
+        _try_options(loss)
+    return loss
+
+
+def _try_options(loss: PolicyLoss) -> None:
+    """Have a loss refuse values out of their range before a rollout is paid for."""
+    tokens, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
+    further = {}
+    if loss.choose is not None:
+        further["covariant"] = loss.choose_tokens(tokens[0], seed=0)[None]
+    advantages = tokens[0] if loss.level == "sequence" else tokens
+    loss.function(tokens, tokens, advantages, mask, **loss.function_options, **further)
 
 
 def _check_options(
