@@ -647,6 +647,38 @@ def test_rewards_get_all_images_in_order_and_records_name_them() -> None:
         assert len(record["media"]) == len(seeds)
 
 
+def test_what_a_reward_does_to_its_images_is_seen_nowhere_else() -> None:
+    vlm = build_vlm("qwen2_vl")
+    sizes: list[Any] = []
+
+    def shrinks(images: Any, episodes: Any) -> list[float]:
+        for own in (*images, *(one.images for one in episodes)):
+            for image in own:
+                image.thumbnail((8, 8))
+        return [1.0] * len(images)
+
+    def looks(images: Any, episodes: Any) -> list[float]:
+        sizes.extend(own.size for one in (*images, *(e.images for e in episodes)) for own in one)
+        return [1.0] * len(images)
+
+    episodes = EpisodeEngine(
+        ScriptedEngine(lambda _: "ok<|im_end|>"), Episodes(environment=Album, max_turns=2)
+    )
+    episodes.attach(*vlm)
+    episodes.use_chat(ChatFormat(vlm.tokenizer))
+    collector = Collector(episodes, Rewards([shrinks, looks]), vlm.tokenizer, shows_media=True)
+    collected = collector.collect(
+        prompts_of(vlm, [0]), LONG, seeds=range(2), step=0, phase=lambda _: nullcontext()
+    )
+    shown = [picture(seed) for seed in (0, 10, 11)]
+    assert sizes == [image.size for image in shown] * 4
+    for one in collected.rollout.episodes or ():
+        assert all(map(np.array_equal, one.images, shown))
+    for record, media in zip(collected.records, collected.rollout.media or (), strict=True):
+        assert media is not None
+        assert record["media"] == list(media.names)
+
+
 def test_stored_rollouts_and_checkpoints_hold_what_episodes_show(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -665,10 +697,30 @@ def test_stored_rollouts_and_checkpoints_hold_what_episodes_show(
         assert first[0] is first[1]  # an image is stored once
 
 
-def test_images_of_responses_generated_ahead_are_in_a_checkpoint() -> None:
+@pytest.mark.parametrize("like", ["the hub", "two files of one name"])
+def test_images_of_responses_generated_ahead_are_in_a_checkpoint(like: str) -> None:
     vlm = build_vlm("qwen2_vl")
-    prompts = prompts_of(vlm, [0], [])
-    engine = EpisodeEngine(ScriptedEngine(lambda _: "ok<|im_end|>"), Episodes(environment=Album))
+    reader = PromptReader(LoadedPolicy(*vlm))
+    rows: list[Any] = []
+    for shown in ([0], [1], []):
+        own = []
+        for seed in shown:
+            file = io.BytesIO()
+            picture(seed).save(file, "PNG")
+            own.append({"bytes": file.getvalue(), "path": "image.png"})
+        rows.append(reader.read({"prompt": [{"role": "user", "content": "look"}], "images": own}))
+    prompts = collate_prompts(rows, int(vlm.tokenizer.pad_token_id))
+    first, second, _ = prompts.media or ()
+    assert first is not None
+    assert second is not None
+    assert first.names != second.names  # what stands beside content is no name
+    if like != "the hub":
+        named = (replace(first, names=("a.png",)), replace(second, names=("a.png",)), None)
+        prompts = replace(prompts, media=named)
+    shows = Episodes(environment=Album)
+    if like != "the hub":  # whose prompts stay as the data have them
+        shows = Episodes(environment=Shows, options={"value": [picture(7)]})
+    engine = EpisodeEngine(ScriptedEngine(lambda _: "ok<|im_end|>"), shows)
     engine.attach(*vlm)
     engine.use_chat(ChatFormat(vlm.tokenizer))
 
@@ -676,26 +728,28 @@ def test_images_of_responses_generated_ahead_are_in_a_checkpoint() -> None:
         return RolloutQueue(engine, 1)
 
     ahead = queue()
-    ahead.start(1, prompts, LONG, num_generations=2, seeds=range(4))
+    ahead.start(1, prompts, LONG, num_generations=2, seeds=range(6))
     file = io.BytesIO()
     torch.save(ahead.state_dict(), file)
     file.seek(0)
     resumed = queue()
     resumed.load_state_dict(torch.load(file, weights_only=True), torch.device("cpu"))
-    first, second = (
+    before, after = (
         each.take(1, prompts, num_generations=2, any_rank=bool) for each in (ahead, resumed)
     )
-    assert first is not None
-    assert second is not None
+    assert before is not None
+    assert after is not None
     with torch.no_grad():
-        values = [sequence_logprobs(vlm.model, each) for each in (first, second)]
+        values = [sequence_logprobs(vlm.model, each) for each in (before, after)]
     assert torch.equal(*values)
-    for one, other in zip(first.media or (), second.media or (), strict=True):
+    for one, other in zip(before.media or (), after.media or (), strict=True):
+        assert one is not None
+        assert other is not None
         # logs show them
         assert all(map(np.array_equal, one.images, other.images))
         assert [*map(len, (other.images, other.names))] == [len(one.names)] * 2
-    for one, other in zip(first.episodes or (), second.episodes or (), strict=True):
-        assert len(one.images) >= 5
+    for one, other in zip(before.episodes or (), after.episodes or (), strict=True):
+        assert len(one.images) >= (5 if like == "the hub" else 1)
         assert all(map(np.array_equal, one.images, other.images))
 
 
