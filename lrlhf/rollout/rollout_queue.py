@@ -199,7 +199,9 @@ def _with_images(rollout: Rollout, prompts: PromptBatch) -> Rollout:
     media: list[Media | None] = []
     for row, entry in enumerate(rollout.media or ()):
         images = rollout.episodes[row].images if rollout.episodes else ()
-        known = {(image_name(image),): (image,) for image in images}
+        known: dict[tuple[str, ...], tuple[Any, ...]] = {
+            (image_name(image),): (image,) for image in images
+        }
         of_prompt = prompts.media[row // copies] if prompts.media else None
         if of_prompt is not None:  # other rows may have the same names of files
             known[of_prompt.names] = of_prompt.images
