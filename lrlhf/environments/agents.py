@@ -53,8 +53,9 @@ from lrlhf.environments.session import (
 )
 from lrlhf.environments.tool_calls import ToolCallFormat, call_ids, turn_message
 from lrlhf.environments.tools import Tool
-from lrlhf.media.decode import BadRow, MediaOptions
+from lrlhf.media.decode import BadRow, MediaOptions, read_image
 from lrlhf.media.parts import kind_of, parts_of, read_parts
+from lrlhf.media.refs import MediaPart, PartOptions
 from lrlhf.secrets import safe
 from lrlhf.types import Message
 from lrlhf.web import (
@@ -79,6 +80,8 @@ MAX_BODY_BYTES: Final = 8_000_000
 """Of a request."""
 MAX_BODY_BYTES_WITH_IMAGES: Final = 64_000_000
 """Of one that repeats the screenshots of a conversation."""
+_MAX_PIXELS: Final = 2**28
+"""Of the distinct images of a request, as they are scaled: 805 MB."""
 _MAX_VALUES: Final = 200_000
 """Of the JSON in it, see `parse_json`."""
 _SMALL: Final = 65_536
@@ -651,8 +654,9 @@ _WITHOUT_EFFECT = frozenset(
 """Options that change no answer anywhere."""
 
 
-_read_before: WeakValueDictionary[tuple[bytes, MediaOptions], Image.Image] = WeakValueDictionary()
-"""Images of the requests that are still in use: agents repeat theirs in each."""
+_ReadKey = tuple[bytes, PartOptions, MediaOptions]
+_read_before: WeakValueDictionary[_ReadKey, Image.Image] = WeakValueDictionary()
+"""Images of the requests that are still in use, by content: agents repeat theirs in each."""
 
 
 def _with_read_images(
@@ -660,25 +664,38 @@ def _with_read_images(
 ) -> tuple[Message, ...]:
     if media is None:
         return tuple(messages)
-    try:
-        return tuple(
-            {**each, "content": _read_content(parts_of(each), media)} if parts_of(each) else each
-            for each in messages
-        )
-    except BadRow as error:
-        raise RefusedError(f"messages: {error}", "messages") from error
+    read: list[Message] = []
+    pixels: dict[int, int] = {}  # an image that is repeated counts once
+    for message in messages:
+        if parts := parts_of(message):
+            try:
+                content = read_parts(parts, media, _read_once)
+            except BadRow as error:
+                raise RefusedError(f"messages: {error}", "messages") from error
+            message = {**message, "content": content}
+            images = [part["image"] for part in content if part["type"] == "image"]
+            pixels |= {id(image): image.width * image.height for image in images}
+        if sum(pixels.values()) > _MAX_PIXELS:
+            what = (
+                f"messages: the images have {sum(pixels.values())} pixels, and {_MAX_PIXELS} is "
+                "the most of one request: leave old ones out, or set data.media.max_pixels"
+            )
+            raise RefusedError(what, "messages")
+        read.append(message)
+    return tuple(read)
 
 
-def _read_content(parts: Sequence[Any], media: MediaOptions) -> list[Message]:
-    keys = [(hashlib.sha256(repr(part).encode()).digest(), media) for part in parts]
-    known = [_read_before.get(key) for key in keys]
-    new = [part for part, image in zip(parts, known, strict=True) if image is None]
-    read = iter(read_parts(new, media))
-    content = [next(read) if each is None else {"type": "image", "image": each} for each in known]
-    for key, part in zip(keys, content, strict=True):
-        if isinstance(image := part.get("image"), Image.Image):
-            _read_before[key] = image
-    return content
+def _read_once(value: Any, media: MediaOptions) -> Image.Image:
+    """Read an image; one whose content is repeated, once. A file may have changed."""
+    shown, own = (
+        (value.value, value.options) if isinstance(value, MediaPart) else (value, PartOptions())
+    )
+    if not isinstance(shown, str) or not shown.startswith("data:"):
+        return read_image(value, media)
+    key = (hashlib.sha256(shown.encode()).digest(), own, media)
+    if (image := _read_before.get(key)) is None:
+        image = _read_before[key] = read_image(value, media)
+    return image
 
 
 def _message(sent: _Message, index: int, media: MediaOptions | None) -> Message:
@@ -687,9 +704,13 @@ def _message(sent: _Message, index: int, media: MediaOptions | None) -> Message:
     parts = [] if isinstance(sent.content, str) else sent.content or []
     shows = [media is not None and kind_of(part.model_dump()) is not None for part in parts]
     for part, shown in zip(parts, shows, strict=True):
-        if not shown and (part.type != "text" or part.text is None):
-            param = f"messages[{index}].content"
+        param = f"messages[{index}].content"
+        if not shown and part.type != "text":
             raise RefusedError(f"{param}: this endpoint reads text, and no {part.type}", param)
+        if not shown and part.text is None:
+            raise RefusedError(f"{param}: a part of type 'text' has no text", param)
+        if not shown and (other := kind_of({**part.model_dump(), "type": None})):
+            raise RefusedError(f"{param}: a part of type 'text' has an {other} too", param)
     text = sent.content if isinstance(sent.content, str) else None
     message["content"] = "".join(part.text or "" for part in parts) if text is None else text
     if any(shows):

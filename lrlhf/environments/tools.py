@@ -376,8 +376,8 @@ def _shows(entry: Any) -> bool:
     kind = kind_of(entry)
     if kind is None:
         return False
-    has_data = any(entry.get(name) is not None for name in (*data_keys(kind), "data"))
-    return has_data or len(entry) == 1
+    data = (*data_keys(kind), "data")
+    return any(entry.get(name) is not None for name in data) or entry.keys() <= {"type", *data}
 
 
 def _is_part(entry: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ def kind_of(part: Any) -> str | None:
 
 def data_keys(kind: str) -> tuple[str, ...]:
     """Return the keys under which a part may have what it shows."""
-    return (kind, "bytes", "path", "url", f"{kind}_url", f"input_{kind}")
+    return (kind, "bytes", "path", "url", f"{kind}_url", f"input_{kind}", "source")
 
 
 def data_of(part: Mapping[str, Any], kind: str) -> Any:
@@ -62,6 +62,8 @@ def data_of(part: Mapping[str, Any], kind: str) -> Any:
     options = {**part}
     for key in data_keys(kind):
         value = part.get(key)
+        if key == "source" and not isinstance(value, Mapping):  # it is Anthropic's, or a remark
+            continue
         if isinstance(value, Mapping) and "url" in value:
             options |= value
             value = value["url"]
@@ -76,7 +78,7 @@ def data_of(part: Mapping[str, Any], kind: str) -> Any:
 def options_of(part: Mapping[str, Any], kind: str) -> PartOptions:
     """Read the options of a part; see `data_of`."""
     options = {key: value for key, value in part.items() if value is not None}
-    if options.get("detail") in ("auto", "high"):
+    if options.get("detail") in ("auto", "high", "original"):
         del options["detail"]  # as the model's own processor scales
     if kind == "image" and options.get("detail") == "low":
         del options["detail"]
@@ -154,12 +156,17 @@ def anchored(value: Any, folder: Path | None, options: MediaOptions) -> Any:
 # ------------------------------------------------------------------ episodes
 
 
-def read_parts(parts: Sequence[Any], options: MediaOptions) -> list[Message]:
+def read_parts(
+    parts: Sequence[Any],
+    options: MediaOptions,
+    read_one: Callable[[Any, MediaOptions], Image.Image] = read_image,
+) -> list[Message]:
     """Read the images of the parts of a message that an environment, a tool or an agent shows.
 
     Args:
         parts: Text, ``PIL.Image``s, and parts as in rows of data or of MCP.
         options: As of the data; files are read below ``root`` only.
+        read_one: Reads an image.
 
     Returns:
         Text parts, and of each image ``{"type": "image", "image": …}`` with a ``PIL.Image``, RGB.
@@ -174,7 +181,12 @@ def read_parts(parts: Sequence[Any], options: MediaOptions) -> list[Message]:
         if isinstance(part, Image.Image):
             part = {"type": "image", "image": part}
         if (kind := kind_of(part)) is None:
-            read.append({"type": "text", "text": part if isinstance(part, str) else part["text"]})
+            if isinstance(part, Mapping) and (other := kind_of({**part, "type": None})):
+                raise MediaError("two contents", f"a part of type 'text' has an {other} too")
+            text = part if isinstance(part, str) else part["text"]
+            # halves of surrogate pairs are no text that tokenizers read
+            text = text.encode("utf-8", "replace").decode()
+            read.append({"type": "text", "text": text})
             continue
         if kind != "image":
             raise MediaError(f"no {kind}s", f"episodes show images, and no {kind}s")
@@ -194,7 +206,7 @@ def read_parts(parts: Sequence[Any], options: MediaOptions) -> list[Message]:
         value = anchored(value, FOREIGN, options)
         width, height = check_image(value)
         _check_pixels(pixels + width * height, value)
-        image = read_image(value, options)
+        image = read_one(value, options)
         pixels += max(image.width * image.height, width * height)  # it may be enlarged
         _check_pixels(pixels, value)
         read.append({"type": "image", "image": image})

@@ -215,11 +215,12 @@ def media_name(value: Any) -> str:
 
 
 def is_file(value: Any) -> bool:
-    """Whether a file is named, beside its content or alone."""
+    """Whether a file is named, without its content, beside which a name may be any."""
     if isinstance(value, MediaPart):
         return is_file(value.value)
     if isinstance(value, Mapping):
-        return is_file(value.get("path"))
+        contents = (value.get(key) for key in ("bytes", "array", "path"))
+        return is_file(next((content for content in contents if content is not None), None))
     return isinstance(value, Path) or (isinstance(value, str) and not value.startswith("data:"))
 
 

@@ -14,6 +14,7 @@ import math
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, Literal, NamedTuple, cast
 
@@ -57,7 +58,7 @@ from lrlhf.rewards.reward_values import (
     weighted_sum,
     weights_by_label,
 )
-from lrlhf.types import Prompt
+from lrlhf.types import Episode, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -330,6 +331,7 @@ class Rewards(KeepsArguments):
             )
         ends = isinstance(function, RewardFunction) and function.ends_by_itself
         arguments = chosen_arguments(name, signature, available, filled_by_python(function))
+        arguments |= _copied_images(arguments)
         return Call(name, function, arguments, unlimited=self._spares_some and ends)
 
     def _combine(
@@ -551,6 +553,22 @@ def _copied(value: Any) -> Any:
         return value
     copied = [{**entry} if isinstance(entry, Mapping) else entry for entry in value]
     return with_segments(copied, getattr(value, "segments", None))
+
+
+def _copied_images(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy images, which rows, functions and the rollout share; an image of several rows once."""
+    copies: dict[int, Any] = {}
+    copied: dict[str, Any] = {}
+    if "images" in arguments:
+        copied["images"] = copy.deepcopy(arguments["images"], copies)
+    if "episodes" in arguments:
+        copied["episodes"] = [
+            replace(one, images=copy.deepcopy(one.images, copies))
+            if isinstance(one, Episode) and one.images
+            else one
+            for one in arguments["episodes"]
+        ]
+    return copied
 
 
 def as_rewards(rewards: object) -> Rewards:

@@ -194,23 +194,35 @@ def _with_images(rollout: Rollout, prompts: PromptBatch) -> Rollout:
     shown = [entry for entry in rollout.media or () if entry is not None]
     if all(entry.images for entry in shown):
         return rollout
-    known = {image_name(image): image for one in rollout.episodes or () for image in one.images}
-    for entry in prompts.media or ():
-        known |= {} if entry is None else dict(zip(entry.names, entry.images, strict=False))
+    copies = len(rollout) // len(prompts)
     restored: dict[int, Media] = {}  # rows and parts share their parts
+    media: list[Media | None] = []
+    for row, entry in enumerate(rollout.media or ()):
+        images = rollout.episodes[row].images if rollout.episodes else ()
+        known: dict[tuple[str, ...], tuple[Any, ...]] = {
+            (image_name(image),): (image,) for image in images
+        }
+        of_prompt = prompts.media[row // copies] if prompts.media else None
+        if of_prompt is not None:  # other rows may have the same names of files
+            known[of_prompt.names] = of_prompt.images
+        media.append(None if entry is None else _with_known(entry, known, restored))
+    return replace(rollout, media=tuple(media))
 
-    def whole(entry: Media) -> Media:
-        if id(entry) not in restored:
-            there = all(name in known for name in entry.names)
-            images = tuple(known[name] for name in entry.names) if there else entry.images
-            parts = tuple(map(whole, entry.parts))
-            restored[id(entry)] = replace(entry, images=images, parts=parts)
-        return restored[id(entry)]
 
-    return replace(
-        rollout,
-        media=tuple(None if entry is None else whole(entry) for entry in rollout.media or ()),
-    )
+def _with_known(
+    entry: Media,
+    known: Mapping[tuple[str, ...], tuple[Any, ...]],
+    restored: dict[int, Media],
+) -> Media:
+    if id(entry) not in restored:
+        parts = tuple(_with_known(part, known, restored) for part in entry.parts)
+        if parts:
+            there = all(part.names in known for part in parts)
+            images = tuple(image for part in parts for image in part.images) if there else ()
+        else:
+            images = known.get(entry.names, ())
+        restored[id(entry)] = replace(entry, images=images, parts=parts)
+    return restored[id(entry)]
 
 
 def _stored(pending: _Pending) -> dict[str, Any]:

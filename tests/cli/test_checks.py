@@ -833,7 +833,7 @@ def reds(images):
     ("family", "chat", "reads", "says"),
     [
         # 84 of 512 pixels a side: 6 x 6 patches of 14 pixels, of which 4 are a token, and 2 marks
-        ("qwen2_vl", True, True, "of 512 x 512 pixels has 9 tokens, which count in"),
+        ("qwen2_vl", True, True, "of 512 x 512 pixels has 9 tokens, in the prompt if `reset`"),
         ("qwen2_vl", False, True, "episodes cannot show images: the prompts are plain text"),
         ("", True, False, "episodes cannot show images: the policy reads text only"),
         (
@@ -854,6 +854,7 @@ def test_a_check_says_whether_episodes_can_show_images(
     model_folder: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
     family: str,
     chat: bool,
     reads: bool | None,
@@ -876,6 +877,14 @@ def test_a_check_says_whether_episodes_can_show_images(
     printed = capsys.readouterr()
     assert says in (printed.err if status else printed.out)
     assert status == (2 if not family and reads is not False else 0)
+    if says.startswith("of 512"):
+        # the last of which the policy's turn has to be
+        for room, warned in ((9, True), (10, False)):
+            config["model"]["init_args"]["sampling"] = {"max_new_tokens": room}
+            Path("run.yaml").write_text(yaml.safe_dump(config))
+            caplog.clear()
+            assert run(["check", "--config", "run.yaml"]) == 0
+            assert ("no image of 512 x 512 pixels fits" in caplog.text) is warned
 
 
 def test_deepspeed_must_have_room_for_a_copy_in_every_process(

@@ -26,10 +26,10 @@ from torch.nn.functional import pad
 
 from lrlhf.datamodules.rows.chat import ChatFormat
 from lrlhf.datamodules.rows.collate import collate_prompts
-from lrlhf.environments import Episodes, TextEnvironment
+from lrlhf.environments import Episodes, TextEnvironment, agents
 from lrlhf.environments.session import TurnPrompt
 from lrlhf.guard.dump import StepBundle, read_bundle, write_bundle
-from lrlhf.media import MediaOptions, MediaProcessor, parts, read_image
+from lrlhf.media import MediaOptions, MediaProcessor, read_image
 from lrlhf.media.decode import MediaError
 from lrlhf.media.parts import read_parts, without_images
 from lrlhf.models import allow_packing, sequence_logprobs
@@ -445,6 +445,13 @@ UNUSABLE: list[tuple[Any, str]] = [
     ({"type": "image", "image": {"array": [1], "path": "/etc/hostname"}}, "wrong type"),
     ([picture(0), 3], "Image that JSON has no form for|Image.*, which JSON has no form for"),
     ({"type": "image", "image": np.zeros((4, 4))}, "an image is a uint8 array"),
+    ([picture(0), {"type": "image", "image": None}], "a part of type 'image' has no image"),
+    ({"type": "image", "image": None}, "a part of type 'image' has no image"),
+    ([picture(0), {"type": "text", "text": "x", "image": "a.png"}], "'text' has an image too"),
+    (
+        {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}},
+        "remote file",
+    ),
 ]
 
 
@@ -464,6 +471,64 @@ def test_images_are_counted_as_large_as_they_are_made(monkeypatch: pytest.Monkey
     assert len(read_parts([part], MediaOptions())) == 1
     with pytest.raises(MediaError, match="that one message shows"):
         read_parts([part, part], MediaOptions())
+
+
+def sent(*messages: Sequence[Any]) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [*parts]} for parts in messages]}
+
+
+def images_sent(body: Any, media: MediaOptions) -> list[Image.Image]:
+    request = agents.read_chat_request(body, media)
+    return [*without_images(request.prompt.messages)[1]]
+
+
+def url_part(image: Image.Image) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": data_url(image)}}
+
+
+def test_a_file_that_an_agent_overwrites_is_read_again(tmp_path: Path) -> None:
+    media = MediaOptions(root=str(tmp_path))
+    body = sent([{"type": "image_url", "image_url": {"url": "shot.png"}}])
+    shown = []
+    for seed in range(3):
+        picture(seed).save(tmp_path / "shot.png")
+        shown += images_sent(body, media)
+    assert all(map(np.array_equal, shown, map(picture, range(3))))
+
+
+def test_the_limits_of_a_request_depend_on_nothing_that_was_read_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 3000)
+    one, other = (url_part(Image.new("RGB", (40, 50), shade)) for shade in ("red", "blue"))
+    held = []
+    for _ in range(2):
+        with pytest.raises(agents.RefusedError, match="that one message shows"):
+            agents.read_chat_request(sent([one, other]), MediaOptions())
+        held += images_sent(sent([one]), MediaOptions())
+    assert held[0] is held[1]
+    # distinct images of all messages, as they are scaled
+    monkeypatch.setattr(agents, "_MAX_PIXELS", 3000)
+    assert len(images_sent(sent([one], [one]), MediaOptions())) == 2
+    assert len(images_sent(sent([one], [other]), MediaOptions(max_pixels=1400))) == 2
+    with pytest.raises(agents.RefusedError, match="have 4000 pixels, and 3000 is the most of one"):
+        agents.read_chat_request(sent([one], [other]), MediaOptions())
+
+
+def test_parts_are_read_as_other_programs_write_them() -> None:
+    content = data_url(picture(1)).partition(",")[2]
+    source = {"type": "base64", "media_type": "image/png", "data": content}
+    image, text, original = read_parts(
+        [
+            {"type": "image", "source": source},
+            {"type": "text", "text": "half \ud800"},
+            {"type": "input_image", "image_url": data_url(picture(2)), "detail": "original"},
+        ],
+        MediaOptions(),
+    )
+    assert np.array_equal(image["image"], picture(1))
+    assert np.array_equal(original["image"], picture(2))
+    assert text["text"] == "half ?"
 
 
 def test_a_template_of_the_newest_image_goes_with_the_history_of_tokens() -> None:
@@ -582,6 +647,38 @@ def test_rewards_get_all_images_in_order_and_records_name_them() -> None:
         assert len(record["media"]) == len(seeds)
 
 
+def test_what_a_reward_does_to_its_images_is_seen_nowhere_else() -> None:
+    vlm = build_vlm("qwen2_vl")
+    sizes: list[Any] = []
+
+    def shrinks(images: Any, episodes: Any) -> list[float]:
+        for own in (*images, *(one.images for one in episodes)):
+            for image in own:
+                image.thumbnail((8, 8))
+        return [1.0] * len(images)
+
+    def looks(images: Any, episodes: Any) -> list[float]:
+        sizes.extend(own.size for one in (*images, *(e.images for e in episodes)) for own in one)
+        return [1.0] * len(images)
+
+    episodes = EpisodeEngine(
+        ScriptedEngine(lambda _: "ok<|im_end|>"), Episodes(environment=Album, max_turns=2)
+    )
+    episodes.attach(*vlm)
+    episodes.use_chat(ChatFormat(vlm.tokenizer))
+    collector = Collector(episodes, Rewards([shrinks, looks]), vlm.tokenizer, shows_media=True)
+    collected = collector.collect(
+        prompts_of(vlm, [0]), LONG, seeds=range(2), step=0, phase=lambda _: nullcontext()
+    )
+    shown = [picture(seed) for seed in (0, 10, 11)]
+    assert sizes == [image.size for image in shown] * 4
+    for one in collected.rollout.episodes or ():
+        assert all(map(np.array_equal, one.images, shown))
+    for record, media in zip(collected.records, collected.rollout.media or (), strict=True):
+        assert media is not None
+        assert record["media"] == list(media.names)
+
+
 def test_stored_rollouts_and_checkpoints_hold_what_episodes_show(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -600,10 +697,30 @@ def test_stored_rollouts_and_checkpoints_hold_what_episodes_show(
         assert first[0] is first[1]  # an image is stored once
 
 
-def test_images_of_responses_generated_ahead_are_in_a_checkpoint() -> None:
+@pytest.mark.parametrize("like", ["the hub", "two files of one name"])
+def test_images_of_responses_generated_ahead_are_in_a_checkpoint(like: str) -> None:
     vlm = build_vlm("qwen2_vl")
-    prompts = prompts_of(vlm, [0], [])
-    engine = EpisodeEngine(ScriptedEngine(lambda _: "ok<|im_end|>"), Episodes(environment=Album))
+    reader = PromptReader(LoadedPolicy(*vlm))
+    rows: list[Any] = []
+    for shown in ([0], [1], []):
+        own = []
+        for seed in shown:
+            file = io.BytesIO()
+            picture(seed).save(file, "PNG")
+            own.append({"bytes": file.getvalue(), "path": "image.png"})
+        rows.append(reader.read({"prompt": [{"role": "user", "content": "look"}], "images": own}))
+    prompts = collate_prompts(rows, int(vlm.tokenizer.pad_token_id))
+    first, second, _ = prompts.media or ()
+    assert first is not None
+    assert second is not None
+    assert first.names != second.names  # what stands beside content is no name
+    if like != "the hub":
+        named = (replace(first, names=("a.png",)), replace(second, names=("a.png",)), None)
+        prompts = replace(prompts, media=named)
+    shows = Episodes(environment=Album)
+    if like != "the hub":  # whose prompts stay as the data have them
+        shows = Episodes(environment=Shows, options={"value": [picture(7)]})
+    engine = EpisodeEngine(ScriptedEngine(lambda _: "ok<|im_end|>"), shows)
     engine.attach(*vlm)
     engine.use_chat(ChatFormat(vlm.tokenizer))
 
@@ -611,26 +728,28 @@ def test_images_of_responses_generated_ahead_are_in_a_checkpoint() -> None:
         return RolloutQueue(engine, 1)
 
     ahead = queue()
-    ahead.start(1, prompts, LONG, num_generations=2, seeds=range(4))
+    ahead.start(1, prompts, LONG, num_generations=2, seeds=range(6))
     file = io.BytesIO()
     torch.save(ahead.state_dict(), file)
     file.seek(0)
     resumed = queue()
     resumed.load_state_dict(torch.load(file, weights_only=True), torch.device("cpu"))
-    first, second = (
+    before, after = (
         each.take(1, prompts, num_generations=2, any_rank=bool) for each in (ahead, resumed)
     )
-    assert first is not None
-    assert second is not None
+    assert before is not None
+    assert after is not None
     with torch.no_grad():
-        values = [sequence_logprobs(vlm.model, each) for each in (first, second)]
+        values = [sequence_logprobs(vlm.model, each) for each in (before, after)]
     assert torch.equal(*values)
-    for one, other in zip(first.media or (), second.media or (), strict=True):
+    for one, other in zip(before.media or (), after.media or (), strict=True):
+        assert one is not None
+        assert other is not None
         # logs show them
         assert all(map(np.array_equal, one.images, other.images))
         assert [*map(len, (other.images, other.names))] == [len(one.names)] * 2
-    for one, other in zip(first.episodes or (), second.episodes or (), strict=True):
-        assert len(one.images) >= 5
+    for one, other in zip(before.episodes or (), after.episodes or (), strict=True):
+        assert len(one.images) >= (5 if like == "the hub" else 1)
         assert all(map(np.array_equal, one.images, other.images))
 
 
@@ -672,7 +791,7 @@ def test_an_agent_shows_images_in_its_requests(monkeypatch: pytest.MonkeyPatch) 
     vlm = build_vlm("qwen2_vl")
     refused: list[str] = []
     read: list[Any] = []
-    monkeypatch.setattr(parts, "read_image", lambda *own: read.append(own[0]) or read_image(*own))
+    monkeypatch.setattr(agents, "read_image", lambda *own: read.append(own[0]) or read_image(*own))
     # of 40 x 48 and 48 x 48 pixels: each message has room for one
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 3000)
 

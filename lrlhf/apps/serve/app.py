@@ -103,23 +103,45 @@ def _texts(body: dict[str, Any], key: str, count: int | None = None) -> list[str
 
 
 def _split(query: str, prompt: str, marks: TextMarks, images: int) -> tuple[str, str]:
-    query, prompt = (_plain(text, marks, images) for text in (query, prompt))
-    in_query, in_prompt = (sum(map(text.count, marks.media)) for text in (query, prompt))
+    query, prompt = (_unpadded(text, marks.padding) for text in (query, prompt))
+    if not query.startswith(prompt):  # where the response begins is unknown
+        prompt, query = (query, "") if images else ("", query)
+    else:
+        query = query[len(prompt) :]
+    if not images or not marks.media:
+        return prompt, query
+    mark = marks.media[0]  # that of images
+    run = re.compile(f"(?:{re.escape(mark)})+")
+    in_prompt, in_query = (
+        [len(each) // len(mark) for each in run.findall(text)] for text in (prompt, query)
+    )
+    lengths = [*in_prompt, *in_query]
+    counts = _image_counts(lengths, max(in_prompt or in_query, default=0), images)
     # marks count in prompts only; of an episode, whose turns show images too, all of it is one
-    turns_show = in_prompt < in_query == images
-    if query.startswith(prompt) and not turns_show:
-        return prompt, query[len(prompt) :]
-    return (query, "") if images else ("", query)  # where the response begins is unknown
+    turns_show = sum(counts[: len(in_prompt)]) < sum(counts) == images
+    left = iter(counts if turns_show else [max(1, count) for count in counts])
+    prompt, query = (run.sub(lambda _: mark * next(left), text) for text in (prompt, query))
+    return (prompt + query, "") if turns_show else (prompt, query)
 
 
-def _plain(text: str, marks: TextMarks, images: int) -> str:
-    for mark in marks.media if images else ():
-        # of a run that the policy's processor made of one mark, the first is left
-        text = re.sub(rf"({re.escape(mark)})(?:{re.escape(mark)})+", r"\1", text)
-    text = text[_padded(text, marks.padding) :]
+def _image_counts(lengths: Sequence[int], longest: int, images: int) -> list[int]:
+    """Return how many images each run of marks stands for."""
+    if longest < 2 or sum(lengths) <= images:  # as before a processor
+        return [*lengths]
+    # a single mark among runs of them is what the policy wrote
+    counts = [int(length > 1) for length in lengths]
+    for _ in range(images - sum(counts)):  # images side by side make one run
+        most = max(range(len(lengths)), key=lambda at: lengths[at] / max(1, counts[at]))
+        if counts[most] >= lengths[most]:
+            break
+        counts[most] += 1
+    return counts
+
+
+def _unpadded(text: str, padding: Sequence[str]) -> str:
+    text = text[_padded(text, padding) :]
     # a pattern that is looked for at the end would be tried at every letter
-    backwards = [mark[::-1] for mark in marks.padding]
-    return text[: len(text) - _padded(text[::-1], backwards)]
+    return text[: len(text) - _padded(text[::-1], [mark[::-1] for mark in padding])]
 
 
 def _padded(text: str, marks: Sequence[str]) -> int:

@@ -57,6 +57,7 @@ from lrlhf.modules.policy.sample import check_compared, check_evaluation, check_
 from lrlhf.modules.policy.settings import PolicySettings
 from lrlhf.options.errors import MistakeError, RefusedError
 from lrlhf.rewards import Rewards
+from lrlhf.rollout.sampling import Sampling
 from lrlhf.rollout.vllm import VLLMEngine, VLLMServerEngine
 from lrlhf.rollout.vllm.rank_group import check_group_size
 
@@ -179,13 +180,22 @@ def _of_turns(
     media = MediaOptions(**options_of(options_of(data).get("media")))
     image = read_image(Image.new("RGB", (512, 512)), media)
     tokens = len(processor.encode(processor.markers["image"], [image], []).input_ids)
-    room = options_of(options.get("sampling")).get("max_new_tokens")
+    room = options_of(options.get("sampling")).get("max_new_tokens", Sampling().max_new_tokens)
+    if isinstance(room, int) and tokens >= room:
+        logger.warning(
+            "no image of 512 x 512 pixels fits behind a turn of the policy: it has %s, and with "
+            "the turns sampling.max_new_tokens (%d) is the most; raise it, or lower "
+            "data.media.max_pixels",
+            _count(tokens, "token"),
+            room,
+        )
     files = "not from files: data.media.root is null"
     if media.root is not None:
         files = f"files below {media.root}"
     return [
-        f"episodes may show images ({files}); one of 512 x 512 pixels has {tokens} tokens, which "
-        f"count in sampling.max_new_tokens ({room})"
+        f"episodes may show images ({files}); one of 512 x 512 pixels has "
+        f"{_count(tokens, 'token')}, in the prompt if `reset` shows it, else in "
+        f"sampling.max_new_tokens ({room})"
     ]
 
 

@@ -88,7 +88,10 @@ class GymnasiumEnvironment(TextEnvironment):
         shown = {"type": "image", "image": observation} if self._sees else observation
         if not self._render:
             return shown
-        return [shown, {"type": "image", "image": self._environment.render()}]
+        drawn = self._environment.render()
+        if drawn is None:
+            raise ValueError('render() drew nothing: give the arguments render_mode: "rgb_array"')
+        return [shown, {"type": "image", "image": drawn}]
 
     def reward(self) -> float:
         return self._reward

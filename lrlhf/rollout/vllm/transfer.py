@@ -194,7 +194,7 @@ class SyncClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
         if self.in_flight:
             # clear_cache would forget what the processor made of images, on which a request that
             # arrives meanwhile may rely
-            self._post("reset_prefix_cache?reset_running_requests=true")
+            self._post("reset_prefix_cache?reset_running_requests=true&reset_external=true")
         self._post("update_weight_version", {"new_version": f"{self.version}, incomplete"})
         super().start_weight_update()
 

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from lrlhf.apps.serve.app import read_lightrft_request
+from lrlhf.apps.serve.score_request import RequestLimits
 from lrlhf.rewards import LearnedReward
+from lrlhf.rewards.learned import TextMarks
 from tests.apps.serve.conftest import Scores, Serving, file_of, text_of
 from tests.vlms import build_vlm, picture
 
@@ -64,6 +67,40 @@ def test_images_are_found_in_the_buffers_of_lightrft(serving: Serving, vision_re
     marks = build_vlm("qwen2_5_vl").tokenizer.pad_token
     padded = {"queries": [marks * 3 + text.format(one * 2)], "prompts": ["?"], "images": [right]}
     assert client.post("/", padded).json()["rewards"][0] == pytest.approx(rewards[1], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "turns", "images", "expected"),
+    [
+        ("look ", "I A", 1, ("look I A", "")),
+        ("look ", "I A", 2, ("look ", "I A")),
+        ("Ilook ", "I A", 1, ("Ilook ", "I A")),  # which the policy wrote
+        ("Ilook ", "I A", 2, ("Ilook I A", "")),
+        ("Ilook ", "V A", 2, ("Ilook ", "V A")),
+        ("Ilook ", "V A", 1, ("Ilook ", "V A")),
+        ("Ia", "IIb", 3, ("IaIIb", "")),  # as before a processor
+        ("Ia", "II", 1, ("Ia", "II")),
+        ("IIIIIIa", "I", 2, ("IIa", "I")),  # two in the prompt, side by side
+        ("IIIIIIa", "IIIb", 3, ("IIaIb", "")),
+        ("IIIa", "IIIb", 2, ("IaIb", "")),
+        ("", "IIIIIIa", 2, ("IIa", "")),
+    ],
+)
+def test_what_a_policy_writes_is_no_image(
+    prompt: str, turns: str, images: int, expected: tuple[str, str]
+) -> None:
+    def text(short: str) -> str:
+        return short.replace("I", "<image>").replace("V", "<video>")
+
+    picture_text = text_of(file_of(picture(0)))
+    body = {
+        "queries": [text(prompt + turns)],
+        "prompts": [text(prompt)],
+        "images": [[picture_text] * images],
+    }
+    marks = TextMarks(media=("<image>", "<video>"))
+    request = read_lightrft_request(body, RequestLimits(), marks)
+    assert (*request.prompts, *request.completions) == tuple(map(text, expected))
 
 
 def test_what_is_no_request_is_told_so_and_nothing_but_marks_takes_no_time(

@@ -116,7 +116,7 @@ class Screen(gymnasium.Env[Any, str]):
         return np.full((4, 6, 3), 9, np.uint8), 1.0, False, False, {}
 
     def render(self) -> Any:
-        return np.full((2, 3, 3), 7, np.uint8)
+        return np.full((2, 3, 3), 7, np.uint8) if self.render_mode else None
 
 
 gymnasium.register("Screen-v0", Screen, disable_env_checker=True, order_enforce=False)
@@ -134,6 +134,8 @@ def test_images_are_observations_and_drawn() -> None:
         arguments={"render_mode": "rgb_array"},
     )
     assert [np.asarray(part["image"]).max() for part in (*shown, *drawn)] == [0, 0, 7]
+    with pytest.raises(EnvironmentFailure, match='render_mode: "rgb_array"'):
+        reactions([], id="Screen-v0", media=MediaOptions(), render=True)
     with pytest.raises(EnvironmentFailure, match="returned a dict, not text or None"):
         reactions([], id="Screen-v0")  # to a policy that reads text
 

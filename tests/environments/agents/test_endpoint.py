@@ -260,6 +260,14 @@ BAD: list[tuple[Any, str]] = [
         "messages[0].content: this endpoint reads text, and no image_url",
     ),
     (
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        "messages[0].content: a part of type 'text' has no text",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "", "image": "x"}]}]},
+        "messages[0].content: a part of type 'text' has an image too",
+    ),
+    (
         {"messages": [{**CALLS, "tool_calls": [{**CALL, "function": BROKEN}]}]},
         "messages[0].tool_calls: the arguments of f are no object in JSON",
     ),

@@ -214,8 +214,10 @@ def test_images_are_shown_in_the_turn_that_showed_them(opened: Opened, tmp_path:
         {"role": "tool", "content": [image]},
     ]
     names = ["image #red", "image #blue", "image #script", "image #far"]
-    pads = ["<pad>", "<pad>", "<pad>", "a", "a"]
-    tokens = {"texts": pads, "advantage": [None, None, None, 0.5, 0.5]}
+    pad = "<|image_pad|>"
+    # the first is the policy's own
+    pads = [pad, pad, pad, pad, "a", "a", "<br>", "<br>"]
+    tokens = {"texts": pads, "advantage": [0.1, *[None] * 3, 0.5, 0.5, None, None]}
     own = {"messages": messages, "episode": turns, "media": names, "pictures": pictures}
     own |= {"tokens": tokens}
     page = opened(write_page(tmp_path / "run", plain(1, "p", "c", 1.0, **own)), "response/0")
@@ -231,7 +233,9 @@ def test_images_are_shown_in_the_turn_that_showed_them(opened: Opened, tmp_path:
     assert page.evaluate(loaded)
     assert page.locator(".response > .pictures").count() == 0
     page.locator("[data-way=tokens]").click()
-    assert page.locator(".tokens span").all_inner_texts() == ["<pad> × 3 ", "a", "a"]
+    assert page.locator(".tokens span").all_inner_texts() == [
+        *(pad, f"{pad} × 3 ", "a", "a", "<br>", "<br>")
+    ]
 
 
 def test_tokens_have_the_colour_of_their_values(opened: Opened, tmp_path: Path) -> None:

@@ -53,7 +53,8 @@ const tokenView = (tokens) => {
     legend.replaceChildren(...(middle === null ? [["var(--high)", `up to ${number(scale)}`]] : [["var(--less)", `${number(middle - scale)}`], ["var(--more)", `${number(middle + scale)}`]])
       .flatMap(([shade, told]) => { const box = el("i", {}); box.style.background = `color-mix(in srgb, ${shade} 62%, transparent)`; return [box, el("span", { text: told })]; }));
     // of the many tokens of an image one is shown, with their number
-    const repeats = (at) => measure.values[at] === null && /^<.*>$/.test(tokens.texts[at]) && tokens.texts[at] === tokens.texts[at - 1];
+    const given = (at) => measure.values[at] === null && /^[<[].*(image|img|video|audio).*[>\]]$/i.test(tokens.texts[at]);
+    const repeats = (at) => given(at) && given(at - 1) && tokens.texts[at] === tokens.texts[at - 1];
     const times = (at) => { let end = at + 1; while (end < tokens.texts.length && repeats(end)) end += 1; return end - at > 1 ? ` × ${end - at} ` : ""; };
     texts.replaceChildren(...tokens.texts.slice(0, count).flatMap((one, at) => {
       if (repeats(at)) return [];
