@@ -1,0 +1,12 @@
+"""Verification of the rollouts of any trainer against the weights that may have sampled them."""
+
+from typing import TYPE_CHECKING
+
+from lrlhf.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from lrlhf.apps.verify.verification import Settings, Verification, verify
+else:
+    __getattr__ = lazy_exports(__name__)
+
+__all__ = ["Settings", "Verification", "verify"]
