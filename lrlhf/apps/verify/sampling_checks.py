@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -464,22 +464,8 @@ def check_ratio(evidence: Evidence) -> list[Answer]:
     """Look for a factor of temperature, top-p, top-k or min-p between sampling and training."""
     answers: list[Answer] = []
     kinds = {column: evidence.fits(column) for column in ("sampling", "old")}
-    names = {"sampling": "sampling log-probabilities", "old": "the trainer's log-probabilities"}
     for column, fits in kinds.items():
-        groups: dict[tuple[str, float], list[Row]] = defaultdict(list)
-        for row, fit in fits:
-            groups[fit.kind, round(fit.value, 3)].append(row)
-        for (kind, value), rows in groups.items():
-            places = [row.place for row in rows]
-            share = f"{len(rows):,} of {len(fits):,} responses"
-            if kind == "temperature":
-                wanted = Counter(evidence.temperature(row) for row in rows).most_common(1)[0][0]
-                text = (
-                    f"{names[column]} are of temperature {value:.3g}, not {wanted:.3g}, in {share}"
-                )
-                answers.append(Answer("ratio", "fault", text, {"temperature": value}, places))
-            elif kind == "renormalised":
-                answers.append(_of_kept(evidence, rows, column, names[column], share))
+        answers += _factors(evidence, column, fits)
     answers += _mean_ratio(evidence.rows, evidence.masks)
     if evidence.candidates and not any(answer.verdict == "fault" for answer in answers):
         limits = _limits(evidence, evidence.candidates[0])
@@ -500,6 +486,27 @@ def check_ratio(evidence: Evidence) -> list[Answer]:
     if not answers:
         answers.append(Answer("ratio", "sound", "log-probabilities are at the named temperature"))
     return answers
+
+
+def _factors(evidence: Evidence, column: str, fits: Sequence[tuple[Row, Fit]]) -> Iterator[Answer]:
+    """Name what log-probabilities of a column are of, where that is not what they should be of."""
+    title = "sampling log-probabilities" if column == "sampling" else "trainer's log-probabilities"
+    groups: dict[tuple[str, str, float], list[Row]] = defaultdict(list)
+    for row, fit in fits:
+        groups[fit.kind, fit.name, round(fit.value, 3)].append(row)
+    for (kind, name, value), rows in groups.items():
+        places = [row.place for row in rows]
+        share = f"{len(rows):,} of {len(fits):,} responses"
+        if kind == "temperature":
+            wanted = Counter(evidence.temperature(row) for row in rows).most_common(1)[0][0]
+            text = f"the {title} are of temperature {value:.3g}, not {wanted:.3g}, in {share}"
+            yield Answer("ratio", "fault", text, {"temperature": value}, places)
+        elif kind == "renormalised":
+            yield _of_kept(evidence, rows, column, f"the {title}", share)
+        elif column == "old" and kind == "plain" and name != evidence.candidates[0].name:
+            yield Answer(
+                "ratio", "fault", f"the {title} are those of {name} in {share}", {}, places
+            )
 
 
 def _sampled_at_if_rejected(evidence: Evidence) -> float | None:
