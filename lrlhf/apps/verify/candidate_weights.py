@@ -95,7 +95,7 @@ class Candidate:
             max(1, _LOGITS // plain.config.get_text_config().vocab_size),
         )
         for hidden, targets in zip(
-            states.predicting.split(size), states.targets.split(size), strict=True
+            torch.split(states.predicting, size), torch.split(states.targets, size), strict=True
         ):
             yield head(hidden).float(), targets
 

@@ -146,7 +146,7 @@ def batches(rows: Sequence[Row], masks: Sequence[Tensor | None], kl_coef: float)
         sizes = {len(members) for members in groups.values()}
         if len(sizes) != 1:
             most = max(sizes, key=lambda size: sum(len(m) == size for m in groups.values()))
-            groups = {key: members for key, members in groups.items() if len(members) == most}  # type: ignore[assignment]
+            groups = {key: members for key, members in groups.items() if len(members) == most}
         ordered = [pair for members in groups.values() for pair in members]
         if ordered:
             yield _batch(ordered, len(next(iter(groups.values()))), kl_coef)
@@ -394,7 +394,10 @@ def check_loss(
         micro = torch.tensor([row.micro_batch or 0 for row, _ in members])
         parts = {
             mode: torch.stack(
-                [aggregate(losses[micro == m], mask[micro == m], mode=mode) for m in micro.unique()]
+                [
+                    aggregate(losses[micro == m], mask[micro == m], mode=mode)
+                    for m in torch.unique(micro)
+                ]
             )
             for mode in means
         }

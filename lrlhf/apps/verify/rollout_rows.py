@@ -162,7 +162,7 @@ def _natural(file: Path) -> list[tuple[int, str]]:
 def _of_file(path: Path, padding: Padding) -> Iterator[Row]:
     if path.suffix == ".safetensors":
         stored = load_rollout(path)
-        for row in _of_batch(stored.rollout, path):
+        for row in rows_of_batch(stored.rollout, path.name):
             index = len(row.place) and int(row.place.rpartition(":")[2]) - 1
             yield _with_record(row, stored.records[index], float(stored.scores[index]))
         return
@@ -187,18 +187,18 @@ def _of_file(path: Path, padding: Padding) -> Iterator[Row]:
 def _of_bundle(bundle: Any, path: Path) -> Iterator[Row]:
     for batch in bundle.batches.values():
         if isinstance(batch, Rollout):
-            yield from _of_batch(batch, path)
+            yield from rows_of_batch(batch, path.name)
 
 
-def _of_batch(rollout: Rollout, path: Path) -> Iterator[Row]:
+def rows_of_batch(rollout: Rollout, name: str) -> Iterator[Row]:
     """Return the rows of a rollout or an experience of lrlhf, numbered from 1."""
     held = rollout if isinstance(rollout, Experience) else None
     columns = {
         "sampling": rollout.sampling_logprobs,
         "versions": rollout.versions,
-        "old": held and held.old_logprobs,
-        "ref": held and held.ref_logprobs,
-        "advantages": held and held.advantages,
+        "old": held.old_logprobs if held else None,
+        "ref": held.ref_logprobs if held else None,
+        "advantages": held.advantages if held else None,
     }
     for index in range(len(rollout)):
         there = rollout.attention_mask[index].cpu()
@@ -206,7 +206,7 @@ def _of_batch(rollout: Rollout, path: Path) -> Iterator[Row]:
         lengths = rollout.prompt_lengths
         first = int(mask.int().argmax()) if mask.any() else len(mask)
         yield Row(
-            place=f"{path.name}:{index + 1}",
+            place=f"{name}:{index + 1}",
             ids=rollout.input_ids[index].cpu()[there],
             start=first if lengths is None else int(lengths[index]),
             loss_mask=held.loss_mask[index].cpu()[there] if held else mask,
@@ -217,14 +217,14 @@ def _of_batch(rollout: Rollout, path: Path) -> Iterator[Row]:
                 if column is not None
             },
             score=float(held.scores[index]) if held else math.nan,
-            group=(path.name, int(rollout.group_ids[index])),
+            group=(name, int(rollout.group_ids[index])),
             truncated=bool(rollout.truncated[index]),
         )
 
 
 def _with_record(row: Row, record: Mapping[str, Any], score: float) -> Row:
     """Add what the line of a stored response says; its advantage is that of the first token."""
-    assert row.ids is not None and row.loss_mask is not None, "of stored tensors"
+    assert row.loss_mask is not None, "of stored tensors"
     advantage = record.get("advantage")
     if advantage is not None:
         row.tokens["advantages"] = torch.where(row.loss_mask, float(advantage), 0.0).double()
@@ -288,7 +288,9 @@ def _of_record(record: Mapping[str, Any], place: str, padding: Padding, step: in
     return row
 
 
-def _read_ids(row: Row, record: Mapping[str, Any], get: Any, padding: Padding) -> None:
+def _read_ids(  # noqa: C901  the layouts of six libraries
+    row: Row, record: Mapping[str, Any], get: Any, padding: Padding
+) -> None:
     """Read token ids and what is recorded for each of them; padding is left out."""
     ids, prompt, completion = (get(name) for name in ("ids", "prompt_ids", "completion_ids"))
     given = get("attention_mask")

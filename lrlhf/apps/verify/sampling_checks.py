@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lrlhf.apps.verify.answers import Answer
+from lrlhf.apps.verify.answers import Answer, Verdict
 from lrlhf.apps.verify.candidate_weights import Candidate, continued_logprobs
 from lrlhf.apps.verify.rollout_rows import Row
 from lrlhf.statistics.intervals import mean_interval
@@ -295,17 +295,23 @@ def check_weights(evidence: Evidence) -> list[Answer]:
             verdict = "fault"
         elif kind == "changed":
             versions = [
-                len(row.tokens["versions"][m].unique())
+                len(torch.unique(row.tokens["versions"][m]))
                 for row, m in zip(evidence.rows, evidence.masks, strict=True)
                 if row.place in places and "versions" in row.tokens
             ]
             known = len(versions) == len(places) and min(versions) > 1
             verdict = "sound" if known else "fault"
             recorded = "as their versions record" if known else "no version records it"
-            text = f"{name} sampled the first tokens and {other} the rest, from {where} on, of {share}; {recorded}"
+            text = (
+                f"{name} sampled the first tokens and {other} the rest, from {where} on, of "
+                f"{share}; {recorded}"
+            )
         elif kind == "broken":
             verdict = "fault"
-            text = f"{name} fits up to {where} of {share}; behind that the log-probabilities are of other tokens"
+            text = (
+                f"{name} fits up to {where} of {share}; behind that the log-probabilities are of "
+                "other tokens"
+            )
         else:
             near = f"{name} comes nearest, {size}"
             verdict, text = "fault", f"none of the weights sampled {share}: {near}"
@@ -336,7 +342,10 @@ def _rivals(evidence: Evidence, fits: Sequence[tuple[Row, Fit]]) -> list[Answer]
             text = f"{rival.name} fits better than {expected.name} by more than chance"
             answers.append(Answer("weights", "fault", text, {"gain": interval.mean}))
         elif not interval.high < 0:
-            text = f"{rival.name} fits {len(gains):,} responses too: closer to {expected.name} than rounding"
+            text = (
+                f"{rival.name} fits {len(gains):,} responses too: closer to {expected.name} than "
+                "rounding"
+            )
             answers.append(Answer("weights", "sound", text))
     return answers
 
@@ -445,7 +454,7 @@ class _Limits(NamedTuple):
 
 
 def _limits(evidence: Evidence, candidate: Candidate) -> _Limits | None:
-    """Return within which set all tokens lie, where chance would have left it; None: it would not."""
+    """Return within which set all tokens lie; None: by chance they may."""
     uniforms = _tokens(evidence, candidate).uniforms
     if not len(uniforms):
         return None
@@ -537,14 +546,15 @@ def _of_kept(evidence: Evidence, rows: Sequence[Row], column: str, name: str, sh
     elif len(count) and float(behind.max()) < float(least.min()):
         found = f"min-p between {float(behind.max()):.3g} and {float(least.min()):.3g}"
     mean = float(mass.mean()) if len(mass) else 1.0
-    text = f"{name} are renormalised over {found} in {share}: the ratio has a factor of {mean:.3g} on average"
-    trained = all("old" not in row.tokens for row in rows)
-    verdict = (
-        "unknown" if trained and column == "sampling" and evidence.sampling.truncates else "fault"
+    text = (
+        f"{name} are renormalised over {found} in {share}: the ratio has a factor of {mean:.3g} on "
+        "average"
     )
-    return Answer(
-        "ratio", verdict, text, {"kept": found, "mass": mean}, [row.place for row in rows]
-    )  # type: ignore[arg-type]
+    trained = all("old" not in row.tokens for row in rows)
+    named = trained and column == "sampling" and evidence.sampling.truncates
+    verdict: Verdict = "unknown" if named else "fault"
+    figures = {"kept": found, "mass": mean}
+    return Answer("ratio", verdict, text, figures, [row.place for row in rows])
 
 
 def _mean_ratio(rows: Iterable[Row], masks: Iterable[Tensor]) -> list[Answer]:
@@ -575,5 +585,8 @@ def _mean_ratio(rows: Iterable[Row], masks: Iterable[Tensor]) -> list[Answer]:
             f"to {interval.high:.3f}) and not 1: the engine renormalised over fewer tokens"
         )
         return [Answer("ratio", "fault", text, figures)]
-    text = f"trainer and engine are {size:.2g} nats apart, and their ratio is {interval.mean:.4f} on average"
+    text = (
+        f"trainer and engine are {size:.2g} nats apart, and their ratio is {interval.mean:.4f} on "
+        "average"
+    )
     return [Answer("ratio", "sound", text, figures)]

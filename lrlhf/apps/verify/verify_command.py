@@ -15,7 +15,7 @@ from lrlhf.secrets import safe
 
 _EPILOG = """\
 ROLLOUTS is a run of lrlhf, a dump, or the file or folder that another trainer wrote (TRL, verl,
-OpenRLHF, prime-rl, or rows of JSON with token ids). PATH is a run, a checkpoint, an exported folder,
+OpenRLHF, prime-rl, or rows of JSON with token ids). PATH is a run, a checkpoint, a folder,
 package:<module> or a hub id. The first --weights should have sampled the rollouts.
 
 exit status: 0 no fault was found, 3 there is one, 2 a file or an option cannot be used
