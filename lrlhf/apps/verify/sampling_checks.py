@@ -227,7 +227,7 @@ class Evidence:
         }
         # one token differs by more than the mean of all
         good = {name: (gap.abs() <= _NOISE * bound) for name, gap in gaps.items()}
-        ahead = {name: _leading(flags) for name, flags in good.items()}
+        ahead = {name: _fitting_ahead(flags) for name, flags in good.items()}
         first = max(ahead, key=lambda name: ahead[name])
         until = ahead[first]
         nearest = min(gaps, key=lambda name: _rms(gaps[name]))
@@ -253,7 +253,7 @@ class Evidence:
         return Fit(kind, first, _rms(gaps[nearest]), at=until)
 
 
-def _leading(flags: Tensor) -> int:
+def _fitting_ahead(flags: Tensor) -> int:
     """Count the entries before the first that is False."""
     return int(flags.int().cumprod(0).sum())
 
@@ -330,11 +330,9 @@ def _rivals(evidence: Evidence, fits: Sequence[tuple[Row, Fit]]) -> list[Answer]
         for row in rows:
             values, mask = row.tokens["sampling"], masks[row.place]
             mask = mask & values.isfinite()
-            theirs, ours = (
-                _rms(evidence._gap(c, row, values, mask)) ** 2 for c in (rival, expected)
-            )
-            if theirs <= evidence.tolerance(row, values) ** 2:
-                gains.append(ours - theirs)
+            other, own = (_rms(evidence._gap(c, row, values, mask)) ** 2 for c in (rival, expected))
+            if other <= evidence.tolerance(row, values) ** 2:
+                gains.append(own - other)
         if not gains:
             continue
         interval = mean_interval(gains, confidence=1 - _LEVEL)
