@@ -204,8 +204,13 @@ def _tolerance(formula: Formula, batch: Batch) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     for _ in range(_COPIES):
         noise = torch.rand(exact.shape[0], generator=generator, dtype=torch.float64) * 2 - 1
-        scores = batch.inputs.scores * (1 + 2.0**-23 * noise)
-        moved = torch.maximum(moved, (formula(batch.inputs._replace(scores=scores)) - exact).abs())
+        size = float(batch.inputs.scores.abs().nan_to_num(0.0).max())
+        scores = batch.inputs.scores + size * 2.0**-23 * noise
+        # log-probabilities in float32 lose their last bits in the sums behind them
+        jitter = torch.rand(exact.shape, generator=generator, dtype=torch.float64) * 2 - 1
+        kl = batch.inputs.kl + 2.0**-19 * jitter
+        inputs = batch.inputs._replace(scores=scores, kl=kl)
+        moved = torch.maximum(moved, (formula(inputs) - exact).abs())
     written = 2.0**-23 * exact.abs().clamp(min=1e-3) + 1e-5 * exact.abs()
     return _SAFETY * (moved + written).amax(dim=1, keepdim=True)
 

@@ -31,6 +31,8 @@ class VerifyRollouts(KeepsArguments, L.Callback, RolloutListener):
         every: Check the first iteration and each so many.
         rows: Responses of an iteration that are checked at most.
         algorithm: Whose advantages they are, see `Settings.algorithm`; None: any.
+        kl_in: ``reward`` where a k1 penalty is part of the scores; else it is not.
+        kl_coef: Strength of that penalty.
         stop: Raise when something is wrong, in place of a warning.
 
     Raises:
@@ -38,12 +40,19 @@ class VerifyRollouts(KeepsArguments, L.Callback, RolloutListener):
     """
 
     def __init__(
-        self, every: int = 50, rows: int = 32, algorithm: str | None = None, stop: bool = False
+        self,
+        every: int = 50,
+        rows: int = 32,
+        algorithm: str | None = None,
+        kl_in: str | None = None,
+        kl_coef: float = 0.0,
+        stop: bool = False,
     ) -> None:
         for name, value in {"every": every, "rows": rows}.items():
             if value < 1:
                 raise ValueError(f"VerifyRollouts {name} is {value}; it must be at least 1")
-        self.every, self.rows, self.algorithm, self.stop = every, rows, algorithm, stop
+        self.every, self.rows, self.stop = every, rows, stop
+        self.algorithm, self.kl_in, self.kl_coef = algorithm, kl_in, kl_coef
 
     def on_rollout(
         self,
@@ -75,7 +84,13 @@ class VerifyRollouts(KeepsArguments, L.Callback, RolloutListener):
             result = verify(
                 rows,
                 [candidate],
-                Settings(algorithm=self.algorithm, sampling=options, most_rows=self.rows),
+                Settings(
+                    algorithm=self.algorithm,
+                    kl_in=self.kl_in,
+                    kl_coef=self.kl_coef,
+                    sampling=options,
+                    most_rows=self.rows,
+                ),
             )
         module.log("verify/faults", float(len(result.faults)), batch_size=len(rows))
         if not result.faults:
