@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from lrlhf.models import CausalLM, sequence_logprobs
 
 SIDE = 64
 """Pixels of an image along each side: 8 x 8 patches, 16 tokens."""
+WORDS = ("system user assistant what digit? picture 0 1 2 3 4 5 6 7 8 9",)
 _IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 _VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
 TEMPLATE = (
@@ -48,14 +49,15 @@ TEMPLATE = (
 )  # fmt: skip
 
 
-def build(folder: Path, *, seed: int = 0) -> None:
+def build(folder: Path, *, seed: int = 0, words: Sequence[str] = WORDS) -> None:
     """Write the model, its tokenizer and its processor.
 
     Args:
         folder: Created where it does not exist.
         seed: Of the weights.
+        words: Texts whose words become a token each.
     """
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(words)
     ids = tokenizer.convert_tokens_to_ids
     config = Qwen2VLConfig(
         text_config={
@@ -113,15 +115,15 @@ def build(folder: Path, *, seed: int = 0) -> None:
     ).save_pretrained(folder)
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Train a byte-pair tokenizer on the words of the examples."""
+def build_tokenizer(words: Sequence[str] = WORDS) -> PreTrainedTokenizerFast:
+    """Train a byte-pair tokenizer on some texts."""
     special = ["<pad>", "<|im_start|>", "<|im_end|>"]
     special += ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.train_from_iterator(
-        ["system user assistant what digit? picture 0 1 2 3 4 5 6 7 8 9"],
+        words,
         trainers.BpeTrainer(
             vocab_size=330,
             special_tokens=special,

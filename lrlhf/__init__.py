@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from lrlhf.lazy_exports import lazy_exports
-from lrlhf.lazy_torchmetrics import load_torchmetrics_piecemeal
+from lrlhf.lazy_exports import lazy_exports, load_torchmetrics_piecemeal
 
 # on demand: it takes seconds to import, and `lrlhf --help` needs none of it
 if TYPE_CHECKING:

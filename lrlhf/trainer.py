@@ -23,7 +23,7 @@ from lrlhf.callbacks import (
     RolloutLog,
     RunReport,
 )
-from lrlhf.callbacks.checkpoints.rl_checkpoint import find_newest
+from lrlhf.callbacks.rl_checkpoint import find_newest
 from lrlhf.loggers import ResumingCSVLogger
 from lrlhf.modules.contracts import Exportable, HasEvalMode, Measured, SamplesResponses
 from lrlhf.run.lightning_internals import start_method_of

@@ -452,6 +452,9 @@ class Experience(Rollout):
     selected: Bool[Tensor, "B T"] | None = None
     """Tokens that the policy loss is restricted to; None: all of ``loss_mask``. A loss per response
     does not know them: a response without any would still have its loss -A."""
+    covariant: Bool[Tensor, "B T"] | None = None
+    """Tokens that a loss has chosen by the covariance of log-probability and advantage; None: the
+    loss chooses none."""
     ref_logprobs: Float[Tensor, "B T"] | None = None
     """None: no KL term."""
     values: Float[Tensor, "B T"] | None = None

@@ -439,7 +439,7 @@ def test_without_validation_and_intervals_the_newest_is_saved_after_ten_minutes(
 
     now = iter(range(0, 10**9, 150))
     clock = SimpleNamespace(monotonic=lambda: next(now))
-    monkeypatch.setattr("lrlhf.callbacks.checkpoints.rl_checkpoint.time", clock)
+    monkeypatch.setattr("lrlhf.callbacks.rl_checkpoint.time", clock)
     trainer = Trainer(
         default_root_dir="runs/t",
         callbacks=[Clocked()],

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from lrlhf.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from lrlhf.callbacks.checkpoints.rl_checkpoint import RLCheckpoint
     from lrlhf.callbacks.ema import EMA
+    from lrlhf.callbacks.entropy_control import EntropyControl
     from lrlhf.callbacks.eval_jsonl import EvalJSONL, PredictionJSONL
     from lrlhf.callbacks.hf_export import HFExport
     from lrlhf.callbacks.kl_control import KLControl
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lrlhf.callbacks.reports.pair_page import PairPage
     from lrlhf.callbacks.reports.progress import PhaseProgress
     from lrlhf.callbacks.reports.run_report import RunReport
+    from lrlhf.callbacks.rl_checkpoint import RLCheckpoint
     from lrlhf.callbacks.rollout_log import RolloutLog
     from lrlhf.callbacks.vllm_weight_sync import VLLMWeightSync
     from lrlhf.run import AtomicCheckpointIO
@@ -25,6 +26,7 @@ __all__ = [
     "EMA",
     "AtomicCheckpointIO",
     "Deadlines",
+    "EntropyControl",
     "EvalJSONL",
     "HFExport",
     "KLControl",

@@ -98,15 +98,12 @@ class KLControl(KeepsArguments, L.Callback):
             self._coef = state_dict["coef"]
 
     def _adapted(self, trainer: L.Trainer, module: KLPenalized) -> float:
-        value = trainer.callback_metrics.get(_MEASURED)
-        if value is None:
+        measured = measured_on_all_ranks(trainer, _MEASURED)
+        if measured is None:
             raise ValueError(
                 f"KLControl adapts to {_MEASURED!r}, which the module did not log: it has no "
                 "reference policy (is its kl_coef 0?); set one above 0, or remove KLControl"
             )
-        # ranks must never drift apart, also where a module logs its own rank's value
-        value = value.detach().to(trainer.strategy.root_device, copy=True)
-        measured = float(trainer.strategy.reduce(value, reduce_op="mean"))
         if not math.isfinite(measured):
             rank_zero_warn(
                 f"{_MEASURED} is {measured} at step {trainer.global_step}: "
@@ -120,3 +117,13 @@ class KLControl(KeepsArguments, L.Callback):
             horizon=self.horizon,
             num_samples=module.samples_per_step,
         )
+
+
+def measured_on_all_ranks(trainer: L.Trainer, name: str) -> float | None:
+    """Return the mean over the ranks of what a step has logged; None: it has not."""
+    value = trainer.callback_metrics.get(name)
+    if value is None:
+        return None
+    # ranks must never drift apart, also where a module logs its own rank's value
+    value = value.detach().to(trainer.strategy.root_device, copy=True)
+    return float(trainer.strategy.reduce(value, reduce_op="mean"))

@@ -59,7 +59,7 @@ COMMANDS = {
     ),
     "check": Command(
         "look for mistakes in a config and its data, without loading weights",
-        "lrlhf.cli.readers:Checker",
+        "lrlhf.cli.application:Checker",
     ),
     "audit": Command(
         "look for faults in all rows of the data", "lrlhf.apps.lab.config_commands:Auditor"
@@ -116,11 +116,6 @@ COMMANDS = {
     "serve-reward": Command(
         "serve a trained reward model over HTTP",
         "lrlhf.apps.serve.serve_reward_command:serve_reward",
-        CommandKind.OPTIONS,
-    ),
-    "serve-policy": Command(
-        "serve a checkpoint or model to agents over HTTP",
-        "lrlhf.apps.serve.policy_service:serve_policy",
         CommandKind.OPTIONS,
     ),
 }

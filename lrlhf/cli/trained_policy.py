@@ -58,25 +58,6 @@ class _Run(NamedTuple):
     prompts: Mapping[str, Any]
 
 
-def load_to_talk(options: argparse.Namespace) -> tuple[TrainedPolicy, Sampling]:
-    """Load what the options of a command name, and say how it answers people and programs.
-
-    Raises:
-        ConfigError: Nothing that generates is there, or an option is out of its range.
-    """
-    try:
-        sampling = Sampling(
-            temperature=options.temperature,
-            top_p=options.top_p,
-            max_new_tokens=options.max_new_tokens,
-        )
-    except ValueError as error:
-        raise ConfigError(str(error).removeprefix("sampling.")) from error
-    trained = load_named(options)
-    stop = () if trained.sampling is None else trained.sampling.stop
-    return trained, replace(sampling, stop=stop)
-
-
 def load_named(options: argparse.Namespace) -> TrainedPolicy:
     """Load the policy that the options of `add_loading_options` name, see `load_trained`."""
     return load_trained(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
+import hashlib
 import json
 import logging
 import math
@@ -22,6 +22,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple
+from weakref import WeakValueDictionary
+
+from PIL import Image
 
 try:
     import uvicorn
@@ -65,15 +68,6 @@ from lrlhf.web import (
     parse_json,
 )
 
-__all__ = [
-    "AgentSession",
-    "ChatAnswer",
-    "ChatEndpoint",
-    "PendingRequest",
-    "call_ids",
-    "turn_message",
-]
-
 logger = logging.getLogger(__name__)
 
 MODEL: Final = "policy"
@@ -83,6 +77,8 @@ _BACKLOG: Final = 2048
 _CLOSE_SECONDS: Final = 5.0
 MAX_BODY_BYTES: Final = 8_000_000
 """Of a request."""
+MAX_BODY_BYTES_WITH_IMAGES: Final = 64_000_000
+"""Of one that repeats the screenshots of a conversation."""
 _MAX_VALUES: Final = 200_000
 """Of the JSON in it, see `parse_json`."""
 _SMALL: Final = 65_536
@@ -226,12 +222,10 @@ class PendingRequest:
 
     Args:
         prompt: Its messages and options.
-        user: Of the client, by its own account; None: unknown.
     """
 
-    def __init__(self, prompt: TurnPrompt, user: str | None = None) -> None:
+    def __init__(self, prompt: TurnPrompt) -> None:
         self.prompt = prompt
-        self.user = user
         self.future: Future[ChatAnswer] = Future()
 
     def start(self) -> bool:
@@ -245,17 +239,10 @@ class PendingRequest:
         with contextlib.suppress(InvalidStateError):  # it was abandoned
             self.future.set_result(answer)
 
-    def refuse(self, problem: str, *, status: int = 400, code: str | None = None) -> None:
-        """Send the client a reason instead, with a status of HTTP and OpenAI's code."""
-        self._fail(RefusedError(problem, status=status, code=code))
-
     def give_up(self) -> None:
         """Report to the client that there will be no answer."""
-        self._fail(ConversationOverError())
-
-    def _fail(self, error: Exception) -> None:
         with contextlib.suppress(InvalidStateError):  # it is answered, or was abandoned
-            self.future.set_exception(error)
+            self.future.set_exception(ConversationOverError())
 
 
 Ask = Callable[[PendingRequest], object]
@@ -263,47 +250,34 @@ Ask = Callable[[PendingRequest], object]
 
 
 class ChatEndpoint:
-    """Serves chat completions to clients with a key, from a thread of its own.
+    """Serves chat completions to programs of this machine with a key, from a thread of its own.
 
     It starts with the first key. It ends when it is closed, with the object, or with the process.
-
-    Args:
-        host: Address to listen on.
-        port: To listen on; 0: any that is free.
     """
 
     media: MediaOptions | None = None
     """How images in requests are read; None: they are refused."""
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        self._host = host
-        self._port = port
+    def __init__(self) -> None:
         self._server: _Server | None = None
         self._begin()
 
-    def __reduce__(self) -> tuple[type[ChatEndpoint], tuple[str, int]]:
-        return ChatEndpoint, (self._host, self._port)  # a copy serves no conversation yet
+    def __reduce__(self) -> tuple[type[ChatEndpoint], tuple[()]]:
+        return ChatEndpoint, ()  # a copy serves no conversation yet
 
-    def enter(self, ask: Ask, key: str | None = None) -> tuple[str, str]:
-        """Open a conversation.
-
-        Args:
-            ask: Receives its requests.
-            key: Required in its requests; None: a new one.
+    def enter(self, ask: Ask) -> tuple[str, str]:
+        """Open a conversation whose requests ``ask`` receives.
 
         Returns:
-            The base URL for clients, and the key.
-
-        Raises:
-            OSError: The address cannot be listened on.
+            The base URL for clients, and the key that their requests must have.
         """
-        key = key or f"sk-{secrets.token_urlsafe(24)}"
+        key = f"sk-{secrets.token_urlsafe(24)}"
         self._reset_after_fork()
         with self._lock:
             if self._server is None:
                 self._server = self._started()
             self._conversations.open(key, ask)
-            return f"http://{self._server.address}/v1", key
+            return f"http://127.0.0.1:{self._server.port}/v1", key
 
     def leave(self, key: str) -> None:
         """End a conversation, with the requests that still wait in it."""
@@ -336,9 +310,7 @@ class ChatEndpoint:
 
     def _started(self) -> _Server:
         limit = ConnectionLimit(allowed_connections(_MAX_CONNECTIONS), math.inf, lambda _: None)
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        address = (self._host, self._port)
-        listener = socket.create_server(address, family=family, backlog=_BACKLOG)
+        listener = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
         # it must not hold the endpoint, with which it ends
         server = uvicorn.Server(
             uvicorn.Config(
@@ -355,11 +327,11 @@ class ChatEndpoint:
             )
         )
         running = self._loop.submit(_serve(server, listener))
-        return _Server(_address(listener), server, running)
+        return _Server(listener.getsockname()[1], server, running)
 
 
 class _Server(NamedTuple):
-    address: str
+    port: int
     uvicorn: uvicorn.Server
     running: Future[None]
 
@@ -398,7 +370,7 @@ class _Conversations:
             ClientDisconnect: The client has disconnected.
         """
         self._warn(request)
-        pending = PendingRequest(request.prompt, request.user)
+        pending = PendingRequest(request.prompt)
         with self._lock:
             if key not in self._open:
                 raise ConversationOverError
@@ -438,7 +410,7 @@ def _app(conversations: _Conversations, media: MediaOptions | None) -> Starlette
             chat_request = await _read(request, reader, media)
             return completion(chat_request, await conversations.answer(key, chat_request, request))
         except RefusedError as error:
-            return refusal(error.status, error.problem, code=error.code, param=error.param)
+            return refusal(error.status, error.problem, param=error.param)
         except ConversationOverError:
             return refusal(410, "the conversation is over: this key is not served any more")
         except ClientDisconnect:
@@ -474,7 +446,8 @@ async def _read(
     body = Body(request)
     try:
         async with asyncio.timeout(_BODY_SECONDS):
-            content = await body.read(MAX_BODY_BYTES)
+            limit = MAX_BODY_BYTES if media is None else MAX_BODY_BYTES_WITH_IMAGES
+            content = await body.read(limit)
         if len(content) <= _SMALL and media is None:
             return _parsed(content)
         return await asyncio.get_running_loop().run_in_executor(reader, _parsed, content, media)
@@ -528,22 +501,6 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
     return refusal(error.status_code, what, code="not_found")
 
 
-def _address(listener: socket.socket) -> str:
-    """Return host and port for the URLs of clients on this machine."""
-    host, port = listener.getsockname()[:2]
-    ip = ipaddress.ip_address(host)
-    if not ip.is_loopback:
-        logger.warning(
-            "listening at %s, port %d: other machines can reach the policy, and keys are sent "
-            "unencrypted",
-            host,
-            port,
-        )
-    if ip.is_unspecified:
-        host = "127.0.0.1" if ip.version == 4 else "::1"
-    return f"[{host}]:{port}" if ip.version == 6 else f"{host}:{port}"
-
-
 async def _serve(server: uvicorn.Server, listener: socket.socket) -> None:
     with listener:
         try:
@@ -561,25 +518,19 @@ class RefusedError(ValueError):
         problem: What is wrong, and what to do, for the client.
         param: The part of the body that is wrong; None: all of it.
         status: Of the answer, in HTTP.
-        code: OpenAI's, for programs; None: it has none.
     """
 
-    def __init__(
-        self, problem: str, param: str | None = None, *, status: int = 400, code: str | None = None
-    ) -> None:
+    def __init__(self, problem: str, param: str | None = None, *, status: int = 400) -> None:
         super().__init__(problem)
         self.problem = problem
         self.param = param
         self.status = status
-        self.code = code
 
 
 class ChatRequest(NamedTuple):
     """A request, and the form of its answer."""
 
     prompt: TurnPrompt
-    user: str | None
-    """Of the client, by its own account."""
     model: str
     """The name in the request, which the answer repeats."""
     stream: bool
@@ -622,7 +573,6 @@ def read_chat_request(value: Any, media: MediaOptions | None = None) -> ChatRequ
     known = {*_ACCEPTED, *_WITHOUT_EFFECT}
     return ChatRequest(
         prompt,
-        body.user,
         body.model,
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
@@ -671,7 +621,6 @@ class _StreamOptions(BaseModel):
 class _Body(BaseModel):
     model_config = ConfigDict(extra="allow")
     model: str = "policy"
-    user: str | None = None
     messages: list[_Message] = Field(min_length=1)
     tools: list[_Tool] | None = None
     max_tokens: int | None = Field(None, ge=1)
@@ -695,26 +644,41 @@ _ACCEPTED: Mapping[str, tuple[Any, ...]] = {
 
 _WITHOUT_EFFECT = frozenset(
     {
-        *("metadata", "store", "service_tier", "safety_identifier"),
+        *("metadata", "store", "service_tier", "safety_identifier", "user"),
         *("prompt_cache_key", "prompt_cache_retention"),
     }
 )
 """Options that change no answer anywhere."""
 
 
+_read_before: WeakValueDictionary[tuple[bytes, MediaOptions], Image.Image] = WeakValueDictionary()
+"""Images of the requests that are still in use: agents repeat theirs in each."""
+
+
 def _with_read_images(
     messages: Sequence[Message], media: MediaOptions | None
 ) -> tuple[Message, ...]:
-    if media is None or not any(map(parts_of, messages)):
+    if media is None:
         return tuple(messages)
     try:
-        parts = iter(read_parts([part for each in messages for part in parts_of(each)], media))
+        return tuple(
+            {**each, "content": _read_content(parts_of(each), media)} if parts_of(each) else each
+            for each in messages
+        )
     except BadRow as error:
         raise RefusedError(f"messages: {error}", "messages") from error
-    return tuple(
-        {**each, "content": [next(parts) for _ in parts_of(each)]} if parts_of(each) else each
-        for each in messages
-    )
+
+
+def _read_content(parts: Sequence[Any], media: MediaOptions) -> list[Message]:
+    keys = [(hashlib.sha256(repr(part).encode()).digest(), media) for part in parts]
+    known = [_read_before.get(key) for key in keys]
+    new = [part for part, image in zip(parts, known, strict=True) if image is None]
+    read = iter(read_parts(new, media))
+    content = [next(read) if each is None else {"type": "image", "image": each} for each in known]
+    for key, part in zip(keys, content, strict=True):
+        if isinstance(image := part.get("image"), Image.Image):
+            _read_before[key] = image
+    return content
 
 
 def _message(sent: _Message, index: int, media: MediaOptions | None) -> Message:

@@ -34,11 +34,27 @@ if TYPE_CHECKING:
         resolve_policy_loss,
     )
     from lrlhf.functional.algorithms.cispo import cispo_policy_loss
+    from lrlhf.functional.algorithms.clip_cov import clip_cov_policy_loss
     from lrlhf.functional.algorithms.cpgd import cpgd_policy_loss
+    from lrlhf.functional.algorithms.dppo import divergence_masked_policy_loss
     from lrlhf.functional.algorithms.gmpo import geometric_mean_policy_loss
+    from lrlhf.functional.algorithms.kl_cov import kl_cov_policy_loss
+    from lrlhf.functional.algorithms.sapo import soft_gate_policy_loss
     from lrlhf.functional.distillation import generalized_jsd, teacher_advantages
-    from lrlhf.functional.importance import IMPORTANCE_MODES, ImportanceMode, importance_weights
-    from lrlhf.functional.kl import adaptive_kl_coef, kl_estimate, shape_rewards
+    from lrlhf.functional.importance import (
+        IMPORTANCE_MODES,
+        IMPORTANCE_PRESETS,
+        REJECTION_CRITERIA,
+        ImportanceMode,
+        importance_weights,
+        rejection_mask,
+    )
+    from lrlhf.functional.kl import (
+        adaptive_kl_coef,
+        kl_estimate,
+        shape_rewards,
+        unbiased_kl_estimate,
+    )
     from lrlhf.functional.linear_logprobs import LinearHead
     from lrlhf.functional.logprobs import (
         LogprobsAndEntropy,
@@ -55,9 +71,11 @@ if TYPE_CHECKING:
         clipped_policy_loss,
         high_entropy_mask,
         importance_weighted_policy_loss,
+        off_policy_sequence_mask,
         policy_metrics,
         sequence_clipped_policy_loss,
         sequence_ratio,
+        token_covariance,
     )
     from lrlhf.functional.preference import (
         PREFERENCE_LOSSES,
@@ -74,7 +92,13 @@ if TYPE_CHECKING:
         tie_loss,
     )
     from lrlhf.functional.supervised import TOKEN_LOSSES, dft_loss, nll_loss
-    from lrlhf.functional.turns import spread_over_turns, turn_ends, turn_numbers, turn_sums
+    from lrlhf.functional.turns import (
+        observation_numbers,
+        spread_over_turns,
+        turn_ends,
+        turn_numbers,
+        turn_sums,
+    )
     from lrlhf.functional.value_loss import clipped_value_loss
 else:
     __getattr__ = lazy_exports(__name__)
@@ -83,8 +107,10 @@ __all__ = [
     "ALGORITHMS",
     "ESTIMATORS",
     "IMPORTANCE_MODES",
+    "IMPORTANCE_PRESETS",
     "POLICY_LOSSES",
     "PREFERENCE_LOSSES",
+    "REJECTION_CRITERIA",
     "TOKEN_LOSSES",
     "AdvantagesAndReturns",
     "Algorithm",
@@ -103,6 +129,7 @@ __all__ = [
     "bradley_terry_loss",
     "center_penalty",
     "cispo_policy_loss",
+    "clip_cov_policy_loss",
     "clip_fractions",
     "clipped_policy_loss",
     "clipped_value_loss",
@@ -110,6 +137,7 @@ __all__ = [
     "cpgd_policy_loss",
     "dft_loss",
     "discounted_returns",
+    "divergence_masked_policy_loss",
     "generalized_advantages",
     "generalized_jsd",
     "geometric_mean_policy_loss",
@@ -123,14 +151,18 @@ __all__ = [
     "importance_weighted_policy_loss",
     "importance_weights",
     "ipo_loss",
+    "kl_cov_policy_loss",
     "kl_estimate",
     "leave_one_out_advantages",
     "log_exp_loss",
     "masked_mean",
     "masked_sum",
     "nll_loss",
+    "observation_numbers",
+    "off_policy_sequence_mask",
     "penalized_scores",
     "policy_metrics",
+    "rejection_mask",
     "resolve_algorithm",
     "resolve_estimator",
     "resolve_policy_loss",
@@ -138,16 +170,19 @@ __all__ = [
     "sequence_clipped_policy_loss",
     "sequence_ratio",
     "shape_rewards",
+    "soft_gate_policy_loss",
     "spread_over_tokens",
     "spread_over_turns",
     "standardize",
     "teacher_advantages",
     "tie_loss",
+    "token_covariance",
     "token_logprobs",
     "token_rewards",
     "token_statistics",
     "turn_ends",
     "turn_numbers",
     "turn_sums",
+    "unbiased_kl_estimate",
     "whiten",
 ]

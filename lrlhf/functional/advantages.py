@@ -23,7 +23,7 @@ def generalized_advantages(
     response_mask: Bool[Tensor, "B T"],
     *,
     gamma: float = 1.0,
-    lam: float = 0.95,
+    lam: float | Float[Tensor, " B"] = 0.95,
     step_ends: Bool[Tensor, "B T"] | None = None,
     final_values: Float[Tensor, " B"] | None = None,
 ) -> AdvantagesAndReturns:
@@ -39,7 +39,8 @@ def generalized_advantages(
             output between two turns does not cut the credit of the first. What stands there is
             not read.
         gamma: Discount per step.
-        lam: Bias-variance trade-off: 0 is the TD error, 1 the Monte Carlo return minus the value.
+        lam: Bias-variance trade-off, of all rows or of each: 0 is the TD error, 1 the Monte Carlo
+            return minus the value.
         step_ends: Tokens that end a step: ``gamma`` and ``lam`` act between them and what follows,
             and are 1 elsewhere. None: every response token is a step.
         final_values: V after the last response token, for rows that were cut off there; None: 0.
@@ -54,12 +55,16 @@ def generalized_advantages(
         Schulman et al. 2016, eq. 11-16, https://arxiv.org/abs/1506.02438; values after the last
         token: Pardo et al. 2018, §4, https://arxiv.org/abs/1712.00378
     """
-    for name, factor in (("gamma", gamma), ("lam", lam)):
-        if not 0 <= factor <= 1:
+    lams = torch.as_tensor(lam, dtype=torch.float64, device=rewards.device).view(-1, 1)
+    for name, factor, within in (
+        ("gamma", gamma, 0 <= gamma <= 1),
+        ("lam", lam, bool(((lams >= 0) & (lams <= 1)).all())),
+    ):
+        if not within:
             raise ValueError(f"{name} is {factor}; it must lie in [0, 1]")
     ends = response_mask if step_ends is None else step_ends
     gammas = torch.ones_like(rewards).masked_fill(ends, gamma)
-    decays = torch.ones_like(rewards).masked_fill(ends, gamma * lam)
+    decays = torch.where(ends, (gamma * lams).to(rewards.dtype), 1.0)
     columns = []
     next_advantage = torch.zeros_like(values[:, 0])
     next_value = next_advantage if final_values is None else final_values

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lrlhf.functional.advantages import discounted_returns
@@ -30,8 +30,13 @@ def log_metric_of(function: Callable[..., Tensor], log_metric: LogMetric) -> dic
     return {LOG_METRIC: log_metric} if LOG_METRIC in inspect.signature(function).parameters else {}
 
 
-def _logs_nothing(name: str, values: Tensor | float) -> None:
+def logs_nothing(name: str, values: Tensor | float) -> None:
     """Drop a metric: outside of a run there is no log."""
+
+
+def identity(value: Tensor) -> Tensor:
+    """Return the value: the sum over one process."""
+    return value
 
 
 class EstimatorInputs(NamedTuple):
@@ -56,9 +61,14 @@ class EstimatorInputs(NamedTuple):
     tokens: Mapping[str, Float[Tensor, "B T"]] = {}
     """Further columns per token by name, as far as an iteration has them: ``sampling_logprobs`` of
     the engine, ``old_logprobs`` of the policy and ``ref_logprobs`` of the reference."""
+    sum_over_ranks: Callable[[Tensor], Tensor] = identity
+    """Adds up a tensor over all processes, for what an estimator counts in the whole batch."""
     turn_rewards: Float[Tensor, "B T"] | None = None
     """The part of ``scores`` that was earned at single tokens, in their unit; None: nothing was, or
     all of a score is to be credited to the response as a whole."""
+    observations: Int[Tensor, "B K"] | None = None
+    """A number for what the policy read before each of its turns since the last, see
+    `lrlhf.functional.turns.observation_numbers`; None: the estimator does not use them."""
     bootstrap_mask: Bool[Tensor, " B"] | None = None
     """Rows that were cut off, whose return goes on with the critic's value; None: each return ends
     with its row."""
@@ -82,6 +92,8 @@ class Estimator(NamedTuple):
     """Whether it reads ``inputs.turn_rewards``; else they only count as parts of the scores."""
     per_turn: bool = False
     """Whether it compares turns, so that those of one response have advantages of their own."""
+    uses_observations: bool = False
+    """Whether it reads ``inputs.observations``."""
     uses_rewards: bool = False
     """Whether it reads the values of single rewards in ``inputs.rows`` in place of the scores."""
     uses_kl: bool = True
@@ -89,8 +101,20 @@ class Estimator(NamedTuple):
     options: Mapping[str, Any] = {}
     """Keyword arguments of the function."""
 
+    @property
+    def of_values(self) -> Estimator:
+        """What gives the critic its targets: the same, at ``value_lam`` where that option is set.
+
+        Reference:
+            Decoupled GAE: Yuan et al. 2025 (VC-PPO), https://arxiv.org/abs/2503.01491
+        """
+        lam = self.options.get("value_lam")
+        if lam is None:
+            return self
+        return self._replace(options={**self.options, "lam": lam, "length_alpha": None})
+
     def __call__(
-        self, inputs: EstimatorInputs, log_metric: LogMetric = _logs_nothing
+        self, inputs: EstimatorInputs, log_metric: LogMetric = logs_nothing
     ) -> Float[Tensor, "B T"]:
         """Compute the advantages with the options in place."""
         return self.function(inputs, **self.options, **log_metric_of(self.function, log_metric))
@@ -110,6 +134,33 @@ class PolicyLoss(NamedTuple):
     """Keyword arguments of the function."""
     clips_tokens: bool = False
     """Of a loss per sequence: whether its ratio is a mean of ratios that are clipped one by one."""
+    choose: Callable[..., Tensor] | None = None
+    """``(covariance [N], generator, **options) -> bool [N]``: which tokens of a batch the loss
+    treats otherwise, by `token_covariance`; the loss has them as ``covariant``, `[B, T]`. Its
+    options stand in ``options`` too. None: there are none."""
+
+    def choose_tokens(self, covariance: Float[Tensor, " N"], *, seed: int) -> Bool[Tensor, " N"]:
+        """Call ``choose`` with its options.
+
+        Args:
+            covariance: Of all tokens of a batch, on the CPU.
+            seed: Of a choice by chance, the same on all ranks.
+        """
+        assert self.choose is not None
+        return self.choose(covariance, torch.Generator().manual_seed(seed), **self._split[1])
+
+    @property
+    def function_options(self) -> dict[str, Any]:
+        """The options that are not those of ``choose``."""
+        return self._split[0]
+
+    @property
+    def _split(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        names = inspect.signature(self.choose).parameters if self.choose else ()
+        split: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+        for name, value in self.options.items():
+            split[name in names][name] = value
+        return split
 
     @property
     def term_aggregate(self) -> Aggregate:

@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lrlhf.functional.kl import MAX_LOG_RATIO
+from lrlhf.functional.kl import MAX_LOG_RATIO, kl_estimate
+from lrlhf.functional.masking import masked_mean, masked_sum
 from lrlhf.functional.names import unknown_name
 from lrlhf.functional.policy import sequence_ratio
 
@@ -125,3 +126,94 @@ def importance_weights(
     chosen = IMPORTANCE_MODES[mode]
     weights = chosen.weigh(chosen.ratio(logprobs - sampling_logprobs, response_mask), low, high)
     return torch.where(response_mask, weights, 1.0)
+
+
+REJECTION_CRITERIA = (
+    *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
+    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"),
+)
+"""What `rejection_mask` can look at, under verl's names."""
+
+IMPORTANCE_PRESETS: dict[str, tuple[str, dict[str, tuple[float, float]]]] = {
+    "decoupled_token_is": ("token_truncate", {}),
+    "decoupled_seq_is": ("sequence_truncate", {}),
+    "decoupled_token_icepop": ("token_mask", {}),
+    "decoupled_seq_is_rs": ("sequence_truncate", {"seq_sum_k1": (0.5, 2.0)}),
+    "decoupled_geo_rs": ("none", {"seq_mean_k1": (0.999, 1.001)}),
+    "decoupled_geo_rs_seq_tis": ("sequence_truncate", {"seq_mean_k1": (0.999, 1.001)}),
+    "decoupled_geo_rs_token_tis": ("token_truncate", {"seq_mean_k1": (0.999, 1.001)}),
+    "decoupled_k3_rs": ("none", {"seq_mean_k3": (0.0, 0.01)}),
+    "decoupled_k3_rs_seq_tis": ("sequence_truncate", {"seq_mean_k3": (0.0, 0.01)}),
+    "decoupled_k3_rs_token_tis": ("token_truncate", {"seq_mean_k3": (0.0, 0.01)}),
+}
+"""verl's presets by name (``RolloutCorrectionConfig``): the mode, with its own bounds, and what is
+rejected. In all of them the old policy is another than the one that sampled."""
+
+
+def check_rejection(criterion: str, low: float, high: float) -> None:
+    """Refuse bounds that would reject equal probabilities.
+
+    Raises:
+        ValueError: Unknown criterion, or such bounds.
+    """
+    if criterion not in REJECTION_CRITERIA:
+        raise unknown_name("rejection criterion", criterion, REJECTION_CRITERIA)
+    if criterion.endswith("k1") and not 0 <= low <= 1 <= high:
+        raise ValueError(
+            f"{criterion} is bounded by {low} and {high}; equal probabilities have e^k1 = 1, so "
+            "low must lie in [0, 1] and high must be 1 or more"
+        )
+    if not criterion.endswith("k1") and not low == 0 <= high:
+        raise ValueError(
+            f"{criterion} is bounded by {low} and {high}; equal probabilities have 0, and nothing "
+            "lies below it, so low must be 0 and high 0 or more"
+        )
+
+
+@torch.no_grad()
+def rejection_mask(
+    logprobs: Float[Tensor, "B T"],
+    sampling_logprobs: Float[Tensor, "B T"],
+    response_mask: Bool[Tensor, "B T"],
+    *,
+    criterion: str,
+    low: float,
+    high: float,
+) -> Bool[Tensor, "B T"]:
+    """Reject tokens, or responses as a whole, on which sampler and trainer are too far apart.
+
+        token_k, seq_sum_k, seq_mean_k, seq_max_k      of k1, k2 or k3 per token of KL(μ || π)
+        low ≤ e^k1 ≤ high                              k2, k3 ≤ high
+
+    Args:
+        logprobs: The trainer's (π), of the policy that the update starts from.
+        sampling_logprobs: Of the distribution that sampled the tokens (μ), over the same
+            vocabulary.
+        response_mask: Tokens of the response.
+        criterion: One of `REJECTION_CRITERIA`.
+        low: Smallest e^k1 that is accepted; 0 with k2 and k3, which have no lower bound.
+        high: Largest e^k1, k2 or k3 that is accepted.
+
+    Returns:
+        True where a token is accepted, and outside the response.
+
+    Raises:
+        ValueError: Unknown criterion, or bounds that equal probabilities do not satisfy.
+
+    Reference:
+        Liu et al. 2025, "When Speed Kills Stability", https://richardli.xyz/rl-collapse, as in verl
+        0.9
+    """
+    check_rejection(criterion, low, high)
+    level, estimator = criterion.rsplit("_", 1)
+    values = kl_estimate(sampling_logprobs, logprobs, estimator=estimator)
+    values = torch.where(response_mask, values, 0.0)
+    statistic = {
+        "token": lambda: values,
+        "seq_sum": lambda: masked_sum(values, response_mask, dim=1)[:, None],
+        "seq_mean": lambda: masked_mean(values, response_mask, dim=1)[:, None],
+        "seq_max": lambda: values.amax(dim=1, keepdim=True),
+    }[level]()
+    if estimator == "k1":
+        statistic = statistic.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return ((statistic >= low) & (statistic <= high)) | ~response_mask

@@ -49,6 +49,32 @@ def kl_estimate(
     raise unknown_name("KL estimator", estimator, KL_ESTIMATORS)
 
 
+def unbiased_kl_estimate(
+    logprobs: Float[Tensor, "*dims"],
+    ref_logprobs: Float[Tensor, "*dims"],
+    old_logprobs: Float[Tensor, "*dims"],
+) -> Float[Tensor, "*dims"]:
+    """k3 weighted by the importance ratio: value and gradient are the KL's at any distance.
+
+        π / π_old · (e^(-d) - 1 + d)        with d = logprobs - ref
+
+    As a term of the loss, k3 alone has the gradient of another divergence than KL(policy ||
+    reference), and its value is that of the policy that sampled.
+
+    Args:
+        logprobs: Log-probabilities under the policy being trained, in nats; with gradient.
+        ref_logprobs: Under the reference; no gradient flows into them.
+        old_logprobs: Under the policy that sampled the tokens; no gradient.
+
+    Reference:
+        DeepSeek-AI 2025 (DeepSeek-V3.2), §3.1, https://arxiv.org/abs/2512.02556
+
+    Differs from the source: both exponents are bounded to ±20.
+    """
+    log_ratio = (logprobs - old_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return log_ratio.exp() * kl_estimate(logprobs, ref_logprobs, estimator="k3")
+
+
 def shape_rewards(
     scores: Float[Tensor, " B"],
     kl: Float[Tensor, "B T"],

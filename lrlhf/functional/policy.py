@@ -169,6 +169,54 @@ def high_entropy_mask(
     return response_mask & (rank < count[:, None])
 
 
+def off_policy_sequence_mask(
+    logprobs: Float[Tensor, "B T"],
+    sampling_logprobs: Float[Tensor, "B T"],
+    advantages: Float[Tensor, " B"],
+    response_mask: Bool[Tensor, "B T"],
+    *,
+    threshold: float,
+) -> Bool[Tensor, " B"]:
+    """Off-policy sequence mask: True keeps a sequence, False drops it.
+
+        keep = A ≥ 0  or  mean_t (sampling_logprobs - logprobs) ≤ threshold
+
+    A response that the policy would hardly write any more is dropped where it was a bad one.
+
+    Args:
+        logprobs: Under the policy being trained.
+        sampling_logprobs: Of the engine that sampled the tokens.
+        advantages: One per sequence.
+        response_mask: Tokens of the mean.
+        threshold: δ, in nats per token.
+
+    Reference:
+        DeepSeek-AI 2025 (DeepSeek-V3.2), off-policy sequence masking, §3.1,
+        https://arxiv.org/abs/2512.02556
+    """
+    distance = masked_mean(sampling_logprobs - logprobs.detach(), response_mask, dim=1)
+    return (advantages >= 0) | (distance <= threshold)
+
+
+def token_covariance(
+    logprobs: Float[Tensor, " N"], advantages: Float[Tensor, " N"]
+) -> Float[Tensor, " N"]:
+    """Share of each token in the covariance of log-probability and advantage.
+
+        (log π_i - mean of log π) (A_i - mean of A)
+
+    Tokens with a large one make the policy's entropy fall the fastest.
+
+    Args:
+        logprobs: Of the tokens of a batch.
+        advantages: Of the same tokens.
+
+    Reference:
+        Cui et al. 2025, §4, https://arxiv.org/abs/2505.22617
+    """
+    return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
+
+
 def aggregate(
     loss: Float[Tensor, "B T"],
     response_mask: Bool[Tensor, "B T"],

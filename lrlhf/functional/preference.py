@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from lrlhf.functional.masking import masked_sum
 from lrlhf.functional.reward import bradley_terry_loss
@@ -41,6 +43,24 @@ def implicit_rewards(
     return rewards / response_mask.sum(dim=1).clamp(min=1) if length_normalized else rewards
 
 
+def length_desensitized(
+    logprobs: Float[Tensor, "B T"], response_mask: Bool[Tensor, "B T"], *, alpha: float
+) -> Float[Tensor, "B T"]:
+    """Weigh down what the longer answer of a pair has beyond the length of the shorter one.
+
+    Args:
+        logprobs: Of all first answers, then of all second ones.
+        response_mask: Tokens of the answers.
+        alpha: Weight of the tokens beyond, in [0, 1]; 1 changes nothing.
+
+    Reference:
+        Liu et al. 2024 (LD-DPO), eq. 9, https://arxiv.org/abs/2409.06411
+    """
+    shared = response_mask.sum(dim=1).view(2, -1).amin(dim=0).repeat(2)
+    beyond = response_mask.cumsum(dim=1) > shared[:, None]
+    return torch.where(beyond, alpha * logprobs, logprobs)
+
+
 def ipo_loss(
     chosen: Float[Tensor, " B"], rejected: Float[Tensor, " B"], *, beta: float
 ) -> Float[Tensor, " B"]:
@@ -70,6 +90,105 @@ def hinge_loss(chosen: Float[Tensor, " B"], rejected: Float[Tensor, " B"]) -> Fl
         Zhao et al. 2023, https://arxiv.org/abs/2305.10425
     """
     return torch.relu(1 - (chosen - rejected))
+
+
+def exo_loss(
+    chosen: Float[Tensor, " B"], rejected: Float[Tensor, " B"], *, epsilon: float = 1e-3
+) -> Float[Tensor, " B"]:
+    """EXO: reverse KL between the pair's probabilities and labels that are wrong with ε.
+
+        q = σ(c - r),    ℓ = q log(q / (1 - ε)) + (1 - q) log((1 - q) / ε)
+
+    Reference:
+        Ji et al. 2024, eq. 16, https://arxiv.org/abs/2402.00856
+    """
+    gap = chosen - rejected
+    right, wrong = logsigmoid(gap), logsigmoid(-gap)
+    return right.exp() * (right - math.log1p(-epsilon)) + wrong.exp() * (wrong - math.log(epsilon))
+
+
+def nca_loss(chosen: Float[Tensor, " B"], rejected: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
+    """NCA: ``-log σ(c) - ½ log σ(-c) - ½ log σ(-r)``, which holds the chosen answer's likelihood.
+
+    Reference:
+        Chen et al. 2024, https://arxiv.org/abs/2402.05369
+    """
+    return -logsigmoid(chosen) - logsigmoid(-chosen) / 2 - logsigmoid(-rejected) / 2
+
+
+def robust_loss(
+    chosen: Float[Tensor, " B"], rejected: Float[Tensor, " B"], *, epsilon: float = 0.1
+) -> Float[Tensor, " B"]:
+    """rDPO: DPO's loss, unbiased where a share ε of the labels is wrong.
+
+        ℓ = (-(1 - ε) log σ(c - r) + ε log σ(r - c)) / (1 - 2ε)
+
+    Reference:
+        Chowdhury et al. 2024, eq. 12, https://arxiv.org/abs/2403.00409
+    """
+    gap = chosen - rejected
+    kept, flipped = (1 - epsilon) * logsigmoid(gap), epsilon * logsigmoid(-gap)
+    return (flipped - kept) / (1 - 2 * epsilon)
+
+
+def bco_pair_loss(
+    chosen: Float[Tensor, " B"], rejected: Float[Tensor, " B"]
+) -> Float[Tensor, " B"]:
+    """BCO on pairs, without its running shift of the rewards: ``-log σ(c) - log σ(-r)``.
+
+    Reference:
+        Jung et al. 2024, https://arxiv.org/abs/2404.04656; without the shift as in TRL
+    """
+    return -logsigmoid(chosen) - logsigmoid(-rejected)
+
+
+def sppo_loss(
+    chosen: Float[Tensor, " B"], rejected: Float[Tensor, " B"], *, beta: float
+) -> Float[Tensor, " B"]:
+    """SPPO with the winner's probability 1: ``(c / β - 1 / (2β))² + (r / β + 1 / (2β))²``.
+
+    Reference:
+        Wu et al. 2024, eq. 4.7, https://arxiv.org/abs/2405.00675
+    """
+    aim = 1 / (2 * beta)
+    return (chosen / beta - aim).square() + (rejected / beta + aim).square()
+
+
+def apo_zero_loss(
+    chosen: Float[Tensor, " B"], rejected: Float[Tensor, " B"]
+) -> Float[Tensor, " B"]:
+    """APO-zero: ``1 - σ(c) + σ(r)``, for chosen answers that are better than the policy's.
+
+    Reference:
+        D'Oosterlinck et al. 2024, eq. 7, https://arxiv.org/abs/2408.06266
+    """
+    return torch.sigmoid(-chosen) + torch.sigmoid(rejected)
+
+
+def apo_down_loss(
+    chosen: Float[Tensor, " B"], rejected: Float[Tensor, " B"]
+) -> Float[Tensor, " B"]:
+    """APO-down: ``σ(c) + 1 - σ(c - r)``, for chosen answers that are worse than the policy's.
+
+    Reference:
+        D'Oosterlinck et al. 2024, eq. 8, https://arxiv.org/abs/2408.06266
+    """
+    return torch.sigmoid(chosen) + torch.sigmoid(rejected - chosen)
+
+
+def discopop_loss(
+    chosen: Float[Tensor, " B"], rejected: Float[Tensor, " B"], *, tau: float = 0.05
+) -> Float[Tensor, " B"]:
+    """DiscoPOP: a blend of the logistic and the exponential loss by the gap d = c - r.
+
+        ℓ = (1 - σ(d / τ)) · -log σ(d) + σ(d / τ) e^(-d)
+
+    Reference:
+        Lu et al. 2024, eq. 5, https://arxiv.org/abs/2406.08414
+    """
+    gap = chosen - rejected
+    blend = torch.sigmoid(gap / tau)
+    return -(1 - blend) * logsigmoid(gap) + blend * (-gap).exp()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +223,14 @@ PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {
         ),
         PreferenceLoss(name="ipo", function=ipo_loss, takes_beta=True, length_normalized=True),
         PreferenceLoss(name="hinge", function=hinge_loss),
+        PreferenceLoss(name="robust", function=robust_loss),
+        PreferenceLoss(name="exo_pair", function=exo_loss),
+        PreferenceLoss(name="nca_pair", function=nca_loss),
+        PreferenceLoss(name="bco_pair", function=bco_pair_loss),
+        PreferenceLoss(name="sppo_hard", function=sppo_loss, takes_beta=True),
+        PreferenceLoss(name="apo_zero", function=apo_zero_loss),
+        PreferenceLoss(name="apo_down", function=apo_down_loss),
+        PreferenceLoss(name="discopop", function=discopop_loss),
         PreferenceLoss(
             name="simpo",
             function=bradley_terry_loss,

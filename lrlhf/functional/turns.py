@@ -83,3 +83,35 @@ def spread_over_turns(
         numbers: From `turn_numbers`.
     """
     return torch.where(numbers >= 0, per_turn.gather(1, numbers.clamp(min=0)), 0.0)
+
+
+def observation_numbers(
+    input_ids: Int[Tensor, "B T"],
+    attention_mask: Bool[Tensor, "B T"],
+    response_mask: Bool[Tensor, "B T"],
+) -> Int[Tensor, "B K"]:
+    """Number what a policy read before each of its turns since its turn before; -1: no such turn.
+
+    Equal tokens have equal numbers, in all rows: those are the anchor states of GiGPO. The first
+    turn's are the prompt.
+
+    Args:
+        input_ids: The rows.
+        attention_mask: False on padding.
+        response_mask: The sampled tokens.
+    """
+    numbers = turn_numbers(response_mask)
+    known: dict[tuple[int, ...], int] = {}
+    result = torch.full((len(input_ids), max(int(numbers.max()) + 1, 1)), -1)
+    read = attention_mask & ~response_mask
+    rows = zip(input_ids.tolist(), read.tolist(), numbers.tolist(), strict=True)
+    for row, columns in enumerate(rows):
+        seen: list[int] = []
+        last = -1
+        for token, is_read, turn in zip(*columns, strict=True):
+            if is_read:
+                seen.append(token)
+            elif turn > last:
+                result[row, turn] = known.setdefault(tuple(seen), len(known))
+                seen, last = [], turn
+    return result.to(input_ids.device)

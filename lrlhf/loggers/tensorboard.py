@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
 
 from lrlhf.arguments import KeepsArguments
-from lrlhf.loggers.local_folder import LocalFolder
+from lrlhf.loggers.csv import LocalFolder
 from lrlhf.run.atomic import naming
 from lrlhf.run.lightning_internals import forget_writer, open_writer
 

@@ -28,7 +28,7 @@ from lrlhf.media.decode import (
     read_image,
     read_video,
 )
-from lrlhf.media.refs import MediaRefs
+from lrlhf.media.refs import MediaRefs, image_name, is_file, media_name
 from lrlhf.models import context_of, placeholder_ids, reader_of
 from lrlhf.models.media_inputs import joined_tensors
 from lrlhf.types import Media
@@ -139,6 +139,12 @@ class MediaProcessor:
         same = all(key in several and torch.equal(one[key], several[key]) for key in keys)
         return ids == together.input_ids and same
 
+    @property
+    def not_alone(self) -> str:
+        """What it is that `encodes_images_alone` denies, for messages."""
+        name = type(self.processor).__name__
+        return f"{name} encodes an image by itself otherwise than beside others"
+
     def _written(self, kind: str, marker: str) -> str:
         tokenizer = vars(self.processor)["tokenizer"]
         template = tokenizer.chat_template or vars(self.processor).get("chat_template")
@@ -197,8 +203,16 @@ class MediaProcessor:
         images = [read_image(value, options) for value in refs.images]
         videos = [read_video(value, options) for value in refs.videos]
         audios = [read_audio(value, self.max_seconds) for value in refs.audios]
+        shown = zip(refs.images, images, strict=True)
+        names = [media_name(value) if is_file(value) else image_name(own) for value, own in shown]
         return self.encode(
-            text, images, videos, audios, complete=complete, prompt_ids=prompt_ids, names=refs.names
+            text,
+            images,
+            videos,
+            audios,
+            complete=complete,
+            prompt_ids=prompt_ids,
+            names=(*names, *refs.names[len(names) :]),
         )
 
     def encode(

@@ -214,6 +214,15 @@ def media_name(value: Any) -> str:
     return type(value).__name__
 
 
+def is_file(value: Any) -> bool:
+    """Whether a file is named, beside its content or alone."""
+    if isinstance(value, MediaPart):
+        return is_file(value.value)
+    if isinstance(value, Mapping):
+        return is_file(value.get("path"))
+    return isinstance(value, Path) or (isinstance(value, str) and not value.startswith("data:"))
+
+
 UNNAMED = "image #"
 """How names of images begin that have no file."""
 

@@ -113,7 +113,9 @@ def hidden_states(
             )
     if packed is None:
         chains = unfold(rows)
-        inputs = _padded_inputs(plain, rows, chains, batch.media)
+        shown = _media_of_chains(plain, rows, chains, batch.media)
+        check_media(plain, chains.rows.input_ids, shown)
+        inputs = backbone_inputs(plain, chains.rows.input_ids, chains.rows.attention_mask, shown)
     else:
         inputs = _packed_inputs(plain, rows, batch.media, packed)
     captured: list[Tensor] = []
@@ -140,17 +142,6 @@ def _capture(captured: list[Tensor]) -> Any:
         captured.append(output[0] if isinstance(output, tuple) else output)
 
     return hook
-
-
-def _padded_inputs(
-    plain: PreTrainedModel,
-    rows: Compacted,
-    chains: Chains,
-    media: tuple[Media | None, ...] | None,
-) -> dict[str, Any]:
-    shown = _media_of_chains(plain, rows, chains, media)
-    check_media(plain, chains.rows.input_ids, shown)
-    return backbone_inputs(plain, chains.rows.input_ids, chains.rows.attention_mask, shown)
 
 
 def _media_of_chains(

@@ -70,6 +70,13 @@ class KLPenalized(Protocol):
 
 
 @runtime_checkable
+class EntropyRewarded(Protocol):
+    """A module with an entropy bonus whose strength may change between iterations."""
+
+    entropy_coef: float
+
+
+@runtime_checkable
 class ScoresResponses(Protocol):
     """A module whose responses are scored by reward functions."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import logging
 from collections.abc import Iterator
 from functools import partial
@@ -18,8 +19,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from lrlhf.functional.masking import masked_mean, masked_sum
-from lrlhf.functional.names import import_value
-from lrlhf.functional.preference import PREFERENCE_LOSSES, PreferenceLoss, implicit_rewards
+from lrlhf.functional.names import import_value, unknown_name
+from lrlhf.functional.preference import (
+    PREFERENCE_LOSSES,
+    PreferenceLoss,
+    implicit_rewards,
+    length_desensitized,
+)
 from lrlhf.guard import Guard
 from lrlhf.models import (
     CausalLM,
@@ -62,14 +68,19 @@ class DPO(PairModule):
         processor: For a vision-language policy that is already built; as ``AutoProcessor`` loads
             it.
         loss: ``sigmoid`` (DPO), ``sigmoid_norm`` (of rewards per token), ``ipo``, ``hinge``,
-            ``simpo`` (per token, without a reference), a `PreferenceLoss`, or the import path of
-            one or of a function from rewards `[N]` of chosen and rejected answers to losses `[N]`.
+            ``robust``, ``exo_pair``, ``nca_pair``, ``bco_pair``, ``sppo_hard``, ``apo_zero``,
+            ``apo_down``, ``discopop``, ``simpo`` (per token, without a reference), a
+            `PreferenceLoss`, or the import path of one or of a function from rewards `[N]` of
+            chosen and rejected answers to losses `[N]`.
+        loss_options: Keyword arguments of the loss, such as ``{epsilon: 0.2}`` of ``robust``.
         beta: Scale of the rewards; None: 0.1, and 2 of ``sigmoid_norm`` and ``simpo``.
         margin: By how much the chosen reward should lead; a pair's own margin replaces it. None:
             0, and 1 of ``simpo`` (γ).
         length_normalized: Whether rewards are means over the tokens of an answer; None: as the
             loss has it.
         label_smoothing: Assumed share of wrong labels (cDPO).
+        ld_alpha: Weight of what the longer answer of a pair has beyond the length of the shorter
+            one (LD-DPO), below 1; None: 1.
         sft_coef: Weight of the negative log-likelihood per token of the chosen answer, which keeps
             it from falling (RPO).
         reference: Another model as the reference, with the policy's tokenizer. None: the policy as
@@ -106,10 +117,12 @@ class DPO(PairModule):
         tokenizer: PreTrainedTokenizerBase | None = None,
         processor: ProcessorMixin | None = None,
         loss: str | PreferenceLoss = "sigmoid",
+        loss_options: dict[str, Any] = {},  # noqa: B006  not changed
         beta: float | None = None,
         margin: float | None = None,
         length_normalized: bool | None = None,
         label_smoothing: float = 0.0,
+        ld_alpha: float | None = None,
         sft_coef: float = 0.0,
         reference: str | CausalLM | None = None,
         precompute_reference: bool = False,
@@ -122,12 +135,14 @@ class DPO(PairModule):
         chosen = resolve_preference_loss(loss)
         self_beta = chosen.beta if beta is None else beta
         _check(self_beta, sft_coef, logprob_chunk)
+        if ld_alpha is not None and not 0 <= ld_alpha <= 1:
+            raise ValueError(f"ld_alpha is {ld_alpha}; it must lie in [0, 1]")
         options = {"reference": reference, "precompute_reference": precompute_reference}
         for name in (name for name, value in options.items() if value and not chosen.reference):
             raise ValueError(f"loss {chosen.name} has no reference: leave {name} out")
         super().__init__(
             PairObjective(
-                losses=((_pair_loss(chosen, self_beta), 1.0),),
+                losses=((_pair_loss(chosen, self_beta, loss_options), 1.0),),
                 margin=chosen.margin if margin is None else margin,
                 tie_weight=0.0,
                 label_smoothing=label_smoothing,
@@ -138,6 +153,7 @@ class DPO(PairModule):
             seed=seed,
         )
         self.loss, self.beta, self.sft_coef = chosen, self_beta, sft_coef
+        self.ld_alpha = ld_alpha
         self.length_normalized = (
             chosen.length_normalized if length_normalized is None else length_normalized
         )
@@ -240,8 +256,13 @@ class DPO(PairModule):
         mask = loss_tokens(self.policy, both)
         reference = self._of_reference(both)
         logprobs = sequence_logprobs(self.policy, both, chunk_size=self.logprob_chunk)
+        alpha = 1.0 if self.ld_alpha is None else self.ld_alpha
         rewards = implicit_rewards(
-            logprobs, reference, mask, beta=self.beta, length_normalized=self.length_normalized
+            length_desensitized(logprobs, mask, alpha=alpha),
+            None if reference is None else length_desensitized(reference, mask, alpha=alpha),
+            mask,
+            beta=self.beta,
+            length_normalized=self.length_normalized,
         )
         scores = PairScores(*torch.split(rewards[:, None], len(batch)))
         chosen, rejected = _by_label(masked_sum(logprobs, mask, dim=1), batch.labels)
@@ -297,8 +318,14 @@ def resolve_preference_loss(loss: str | PreferenceLoss) -> PreferenceLoss:
     return PreferenceLoss(name=loss, function=resolved)
 
 
-def _pair_loss(loss: PreferenceLoss, beta: float) -> PairLoss:
-    return partial(loss.function, beta=beta) if loss.takes_beta else loss.function
+def _pair_loss(loss: PreferenceLoss, beta: float, options: dict[str, Any]) -> PairLoss:
+    parameters = inspect.signature(loss.function).parameters.values()
+    known = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+    for name in options:
+        if name not in known or name == "beta":
+            raise unknown_name(f"option in loss_options (loss {loss.name})", name, known)
+    own = {"beta": beta} if loss.takes_beta else {}
+    return partial(loss.function, **own, **options)
 
 
 def _check(beta: float, sft_coef: float, chunk: int) -> None:

@@ -247,6 +247,7 @@ class PolicyModule(TrainingModule):
         self.measurements: list[Measurement] = []
         """Results of the last evaluation."""
         self.kl_coef = settings.kl_coef
+        self.entropy_coef = settings.update.entropy_coef
         self.samples_per_step = 0
         self._shown_plan = ""
         self.stateful |= {
@@ -299,7 +300,8 @@ class PolicyModule(TrainingModule):
 
     def _iteration(self, seeds: tuple[int, ...] | None = None) -> Iteration:
         it = Iteration(self, seeds=seeds)
-        it.kl_coef, it.exact = self.kl_coef, self.engine.capabilities.exact
+        it.kl_coef, it.entropy_coef = self.kl_coef, self.entropy_coef
+        it.exact = self.engine.capabilities.exact
         return it
 
     def prepare(self, experience: Experience, it: Iteration) -> Experience:

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from lrlhf.datamodules.rows.bad_rows import BadRow
+from lrlhf.datamodules.rows.chat import read_messages
+from lrlhf.datamodules.rows.columns import text_of
+from lrlhf.datamodules.rows.media_rows import MediaReader
+from lrlhf.datamodules.rows.prompt_rows import DEFAULT_PROMPT_COLUMN, column_or_dialogue
 from lrlhf.guard import Guard
-from lrlhf.media import MediaProcessor
-from lrlhf.models import RewardNetwork, ScoreModel, fit_padding
+from lrlhf.media import MediaOptions, MediaProcessor, read_audio, read_image, read_video
+from lrlhf.models import RewardNetwork, ScoreModel, evaluating, fit_padding
 from lrlhf.modules.checks import refuse_idle_encoder
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.modules.pairs.pair_losses import PairObjective, resolve_losses
 from lrlhf.modules.pairs.pair_module import PairModule, PairOutputs
 from lrlhf.modules.pairs.pair_step import PairScores, concatenate, pad_id_of
-from lrlhf.modules.pairs.score import score
+from lrlhf.modules.prompt_forms import refusal, rows_of
+from lrlhf.rewards import LearnedReward
 from lrlhf.run.quiet_output import quiet
-from lrlhf.types import PreferenceBatch, SequenceBatch
+from lrlhf.types import PreferenceBatch, Prompt, SequenceBatch
 
 
 class RewardModel(PairModule):
@@ -104,7 +110,58 @@ class RewardModel(PairModule):
         # last: its tokenizer may pad otherwise than that of the processor
         self.network.save_pretrained(folder, self.tokenizer)
 
-    score = score
+    def score(
+        self,
+        prompts: Any,
+        responses: str | Sequence[str],
+        *,
+        head: str | None = None,
+        images: Any = None,
+        batch_size: int = 8,
+    ) -> Any:
+        """Score responses with the network as it is now, before, during or after training.
+
+        The network reads them as it does in a run of PPO: plain text is ended with the
+        end-of-sequence token, chats go through the tokenizer's template. No trainer is needed;
+        modes and random states stay as they are.
+
+        Args:
+            prompts: Text, or a chat as a list of messages; or a list with one for each response.
+            responses: One, or several: to one prompt, or to as many prompts.
+            head: Which score; needed only if there are several.
+            images: For a vision-language network: an image (path, ``PIL.Image``, array, bytes) or a
+                list of them; with several prompts, a list with an entry for each. Text is then the
+                user's turn of a chat.
+            batch_size: Responses scored at the same time.
+
+        Returns:
+            A number for one response, a list for several; None in the place of those that are too
+            long for the model.
+
+        Raises:
+            ValueError: Prompts and responses are not as many, one cannot be read, or there is no
+                such head.
+
+        Example:
+            >>> module.score("What is 2 + 2?", ["4", "5"])
+            [3.1, -2.7]
+        """
+        alone = isinstance(responses, str)
+        listed = [responses] if isinstance(responses, str) else list(responses)
+        read = prompts_of(prompts, images, len(listed), self.processor)
+        reward = LearnedReward.of_network(
+            self.network, self.tokenizer, self.processor, head=head, batch_size=batch_size
+        )
+        with evaluating(self.network):
+            scores = reward(
+                prompts=[prompt.prompt for prompt in read],
+                completions=listed,
+                log_metric=lambda *_: None,
+                images=[each.images for each in read],
+                videos=[item.videos for item in read],
+                audios=[one.audios for one in read],
+            )
+        return scores[0] if alone else scores
 
     def summary(self) -> dict[str, str]:
         """Say what is trained, and on which heads."""
@@ -176,4 +233,61 @@ def _as_spec(model: object) -> ScoreModel:
         return model
     raise ValueError(
         f"model is a {type(model).__name__}, expected a source, a ScoreModel or a RewardNetwork"
+    )
+
+
+class PromptWithMedia(NamedTuple):
+    """A prompt, and what it shows."""
+
+    prompt: Prompt
+    images: list[Any]
+    videos: list[Any]
+    audios: list[Any]
+
+
+def prompts_of(
+    prompts: Any, images: Any, count: int, processor: MediaProcessor | None
+) -> list[PromptWithMedia]:
+    """Read the prompt of each of ``count`` responses.
+
+    Raises:
+        TypeError: A prompt is of no known form.
+        ValueError: They are not as many, or one cannot be read.
+    """
+    if images is not None and processor is None:
+        raise ValueError("images were given, and the reward model reads text only")
+    rows, alone = rows_of(prompts, images)
+    reader = MediaReader(processor)
+    read = []
+    for number, row in enumerate(rows):
+        try:
+            read.append(_read(row, reader))
+        except BadRow as problem:
+            raise refusal(number, problem) from problem
+    if alone:
+        return read * count
+    if len(read) != count:
+        raise ValueError(
+            f"there are {len(read)} prompts and {count} responses; give a prompt for each "
+            "response, or one prompt for all"
+        )
+    return read
+
+
+def _read(row: Mapping[str, Any], reader: MediaReader) -> PromptWithMedia:
+    column = column_or_dialogue(
+        row, DEFAULT_PROMPT_COLUMN, default=DEFAULT_PROMPT_COLUMN, setting="prompt"
+    )
+    turns: Prompt
+    refs = reader.of_columns(row, None)
+    if isinstance(row[column], str):
+        (turns,) = reader.of_texts((text_of(row, column),), refs)
+    else:
+        turns, refs = reader.of_messages(read_messages(row[column], column), refs, None)
+    options = MediaOptions()
+    return PromptWithMedia(
+        turns,
+        [read_image(value, options) for value in refs.images],
+        [read_video(value, options) for value in refs.videos],
+        [read_audio(value) for value in refs.audios],
     )

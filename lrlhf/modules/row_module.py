@@ -17,13 +17,12 @@ from lrlhf.guard.anomalies import Guard
 from lrlhf.guard.dump import StepBundle
 from lrlhf.guard.dump_replay import ReplayedStep
 from lrlhf.media import MediaProcessor
-from lrlhf.modules.base import SteppedOptimizer
+from lrlhf.modules.base import SingleModelModule, SteppedOptimizer
 from lrlhf.modules.metrics.metric_sums import MetricSums
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.modules.policy.iteration import Iteration
 from lrlhf.modules.policy.load_policy import LoadedPolicy
 from lrlhf.modules.policy.update import OptimizerStep, plan_micro_batches
-from lrlhf.modules.single_model import SingleModelModule
 from lrlhf.rollout import trim
 from lrlhf.run import Collectives
 from lrlhf.types import SequenceBatch, SupervisedBatch

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lrlhf.functional.algorithm import Aggregate
-from lrlhf.functional.importance import IMPORTANCE_MODES
+from lrlhf.functional.importance import IMPORTANCE_MODES, IMPORTANCE_PRESETS, check_rejection
 from lrlhf.functional.names import unknown_name
 from lrlhf.models import CausalLM, HeadKind, ValueModel, ValueNetwork
 from lrlhf.modules.optimizers import OptimizerConfig
@@ -23,10 +24,11 @@ class Reference:
     Args:
         kl_coef: Strength of the penalty on KL(policy || reference), in reward units per nat;
             0 loads no reference. None: as the algorithm has it, which is 0.05, or 0 where its paper
-            does without a penalty (dapo, gmpo, cispo).
+            does without a penalty (dapo, gmpo, cispo, sapo and others).
         kl_estimator: Estimator of the penalty per token: k1, k2 or k3. None: k1 in the reward, as
             its mean is the KL, and k3 in the loss. k1 is refused in the loss, where it does
-            nothing but add noise.
+            nothing but add noise. In the loss also "unbiased": k3 weighted by the importance
+            ratio, see `lrlhf.functional.unbiased_kl_estimate`.
         placement: Where the penalty goes: "reward" or "loss". None follows the algorithm: the
             RLOO and REINFORCE families in the reward, the GRPO family and functions of your own in
             the loss.
@@ -39,7 +41,7 @@ class Reference:
     """
 
     kl_coef: float | None = None
-    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    kl_estimator: Literal["k1", "k2", "k3", "unbiased"] | None = None
     placement: Literal["reward", "loss"] | None = None
     sync_every: int | None = None
     mixup: float = 0.6
@@ -186,8 +188,8 @@ class Update:
     Args:
         loss: A policy loss in place of the algorithm's own: a name from
             `lrlhf.functional.POLICY_LOSSES` (sequence_clip, token_clip, gspo, gmpo, cispo, dapo,
-            dr_grpo, cpgd, reinforce, remax), or the import path of a function or `PolicyLoss` of
-            yours.
+            dr_grpo, cpgd, sapo, dppo, clip_cov, kl_cov, reinforce, remax), or the import path of a
+            function or `PolicyLoss` of yours.
         options: Keyword arguments of the loss, for example ``clip_high: 0.28``.
         aggregate: What a loss per token, and the KL and entropy terms beside it, are averaged over:
             token_mean, sequence_mean, sequence_sum or constant. None: as the algorithm has it for
@@ -208,6 +210,9 @@ class Update:
         high_entropy_fraction: Take the policy loss over this share of each response's tokens only,
             those at which the policy was least sure (Wang et al. 2025,
             https://arxiv.org/abs/2506.01939); KL and entropy terms stay on all tokens.
+        off_policy_threshold: Drop responses with a negative advantage, of which the policy has gone
+            further than so many nats per token away from the engine that sampled them (off-policy
+            sequence masking, DeepSeek-V3.2, https://arxiv.org/abs/2512.02556); None: none.
         router_loss_coef: Weight of the load-balancing loss of a mixture-of-experts policy.
         pretraining_coef: Weight of the log-likelihood of the data's ``pretraining`` texts (PTX,
             Ouyang et al. 2022, eq. 2, https://arxiv.org/abs/2203.02155).
@@ -227,6 +232,7 @@ class Update:
     max_grad_norm: float = 1.0
     entropy_coef: float = 0.0
     high_entropy_fraction: float = 1.0
+    off_policy_threshold: float | None = None
     router_loss_coef: float = 0.0
     pretraining_coef: float = 0.0
     freeze_steps: int = 0
@@ -256,9 +262,10 @@ class Update:
             "router_loss_coef",
             "pretraining_coef",
             "freeze_steps",
+            "off_policy_threshold",
         ):
             value = getattr(self, name)
-            if value < 0:
+            if value is not None and value < 0:
                 raise ValueError(f"update.{name} is {value}; it must be 0 or more")
         if not 0 < self.high_entropy_fraction <= 1:
             raise ValueError(
@@ -279,11 +286,17 @@ class ImportanceSampling:
     Args:
         mode: What becomes of the ratio: token_truncate (TIS), token_mask (IcePop),
             sequence_truncate, sequence_mask or sequence_mean_mask, see
-            `lrlhf.functional.importance_weights`; none: no weights, whatever the engine.
+            `lrlhf.functional.importance_weights`; none: no weights, whatever the engine. Or a
+            preset of verl's by its name, which also says what is rejected
+            (`lrlhf.functional.IMPORTANCE_PRESETS`).
         low: Smallest ratio that still counts, where the mode masks; None: 0.5 for token_mask, 0
             for sequence_mask, 0.95 for sequence_mean_mask.
         high: Largest ratio that counts as it is; None: 2 where the mode truncates, 5 for
             token_mask, 3 for sequence_mask, 1.05 for sequence_mean_mask.
+        reject: Tokens or responses that get the weight 0 besides: bounds by criterion, such as
+            ``{seq_mean_k1: [0.999, 1.001], token_k3: [0, 0.01]}``, see
+            `lrlhf.functional.rejection_mask`. Every criterion must accept. None: as the preset has
+            it, else nothing.
 
     Raises:
         ValueError: A bound that the mode does not have, or one on the wrong side of 1.
@@ -296,14 +309,26 @@ class ImportanceSampling:
         "sequence_truncate",
         "sequence_mask",
         "sequence_mean_mask",
+        "decoupled_token_is",
+        "decoupled_seq_is",
+        "decoupled_token_icepop",
+        "decoupled_seq_is_rs",
+        "decoupled_geo_rs",
+        "decoupled_geo_rs_seq_tis",
+        "decoupled_geo_rs_token_tis",
+        "decoupled_k3_rs",
+        "decoupled_k3_rs_seq_tis",
+        "decoupled_k3_rs_token_tis",
     ]
     low: float | None = None
     high: float | None = None
+    reject: dict[str, tuple[float, float]] | None = None
 
     def __post_init__(self) -> None:
-        if self.mode != "none" and self.mode not in IMPORTANCE_MODES:
-            raise unknown_name("importance_sampling.mode", self.mode, ("none", *IMPORTANCE_MODES))
-        mode = IMPORTANCE_MODES.get(self.mode)
+        if self.mode not in ("none", *IMPORTANCE_MODES, *IMPORTANCE_PRESETS):
+            known = ("none", *IMPORTANCE_MODES, *IMPORTANCE_PRESETS)
+            raise unknown_name("importance_sampling.mode", self.mode, known)
+        mode = IMPORTANCE_MODES.get(self.weights)
         for name, value in (("low", self.low), ("high", self.high)):
             if value is not None and (mode is None or (name == "low" and mode.truncates)):
                 raise ValueError(
@@ -314,11 +339,25 @@ class ImportanceSampling:
             raise ValueError(f"importance_sampling.low is {self.low}; it must lie in [0, 1]")
         if self.high is not None and not self.high >= 1:
             raise ValueError(f"importance_sampling.high is {self.high}; it must be 1 or more")
+        for criterion, (low, high) in (self.reject or {}).items():
+            check_rejection(criterion, low, high)
+
+    @property
+    def weights(self) -> str:
+        """The mode of the weights, or none."""
+        return IMPORTANCE_PRESETS.get(self.mode, (self.mode,))[0]
+
+    @property
+    def rejection(self) -> Mapping[str, tuple[float, float]]:
+        """Bounds by criterion."""
+        if self.reject is not None:
+            return self.reject
+        return IMPORTANCE_PRESETS[self.mode][1] if self.mode in IMPORTANCE_PRESETS else {}
 
     @property
     def bounds(self) -> tuple[float, float]:
         """Smallest and largest ratio, with the mode's own where none is set."""
-        mode = IMPORTANCE_MODES[self.mode]
+        mode = IMPORTANCE_MODES[self.weights]
         return (
             mode.low if self.low is None else self.low,
             mode.high if self.high is None else self.high,

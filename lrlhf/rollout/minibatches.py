@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -93,6 +94,7 @@ def plan_micro_batches(
     packed: bool,
     shared: bool = True,
     at_least: int = 1,
+    placeholders: Mapping[str, int] = MappingProxyType({}),
 ) -> list[MicroBatch]:
     """Divide a batch into micro-batches, the largest first.
 
@@ -105,9 +107,12 @@ def plan_micro_batches(
         shared: Whether the common prefix of a group is computed once, where rows are packed.
         at_least: Lower bound of micro-batches, if there are as many rows; ranks that gather
             weights together need equally many.
+        placeholders: The model's, see `find_trees`; without, rows that show several images share
+            nothing.
     """
     if packed:
-        return _packed(batch, batch.group_ids if shared else None, max_tokens, at_least)
+        groups = batch.group_ids if shared else None
+        return _packed(batch, groups, max_tokens, at_least, placeholders)
     row_lengths = batch.lengths.cpu()
     lengths, branches = _branches(batch, row_lengths)
     return [
@@ -168,7 +173,11 @@ def _branches(batch: SequenceBatch, lengths: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _packed(
-    batch: SequenceBatch, groups: Tensor | None, max_tokens: int | None, at_least: int
+    batch: SequenceBatch,
+    groups: Tensor | None,
+    max_tokens: int | None,
+    at_least: int,
+    placeholders: Mapping[str, int],
 ) -> list[MicroBatch]:
     if not len(batch):
         return []
@@ -176,7 +185,7 @@ def _packed(
     rows = compact(batch.input_ids.cpu(), batch.attention_mask.cpu(), forks)
     trees = [
         part
-        for tree in find_trees(rows, groups, batch.media)
+        for tree in find_trees(rows, groups, batch.media, placeholders)
         for part in _within_budget(tree, max_tokens)
     ]
     bins = [trees] if max_tokens is None else _first_fit(trees, max_tokens)

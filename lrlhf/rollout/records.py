@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -184,8 +185,14 @@ def origin(place: str) -> dict[str, Any]:
     return {"source": source, "row": int(row)} if place else {}
 
 
+_MAX_ELEMENTS = 1000
+
+
 def plain_json(value: Any) -> Any:
-    """Convert a column's value to JSON types; other types become text, NaN and infinity None."""
+    """Convert a column's value to JSON types; other types become text, NaN and infinity None.
+
+    Arrays become lists; of those with more than 1,000 elements type and shape are written instead.
+    """
     if isinstance(value, Mapping):
         return {str(key): plain_json(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -194,6 +201,9 @@ def plain_json(value: Any) -> Any:
         return None
     if value is None or isinstance(value, str | int | float | bool):
         return value
+    if isinstance(value, np.ndarray | np.generic | Tensor):
+        large = math.prod(value.shape) > _MAX_ELEMENTS
+        return f"{value.dtype} {[*value.shape]}" if large else plain_json(value.tolist())
     return str(value)
 
 

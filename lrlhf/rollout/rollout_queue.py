@@ -13,13 +13,14 @@ import torch
 from PIL import Image
 
 from lrlhf.background import in_background
+from lrlhf.media.refs import image_name
 from lrlhf.rollout.engines.engine import RolloutEngine
 from lrlhf.rollout.engines.synced_engine import EngineFailure, without_recovery
 from lrlhf.rollout.records import plain_json
 from lrlhf.rollout.responses import prompt_token_ids, repeated_media
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.rollout.storage import media_of_tensors, media_tensors
-from lrlhf.types import ROLLOUT_TENSORS, Episode, PromptBatch, Rollout
+from lrlhf.types import ROLLOUT_TENSORS, Episode, Media, PromptBatch, Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ class RolloutQueue:
         if any_rank(rollout is None) or rollout is None:
             return None
         if _shows_turns(rollout):
-            return rollout
+            return _with_images(rollout, prompts)
         media = repeated_media(prompts.media, num_generations)
         if rollout.episodes is not None and media is not None:
             # an agent may have asked without the prompt's images
@@ -186,6 +187,30 @@ class RolloutQueue:
 def _shows_turns(rollout: Rollout) -> bool:
     """Whether rows show images behind their prompts."""
     return any(entry is not None and entry.parts for entry in rollout.media or ())
+
+
+def _with_images(rollout: Rollout, prompts: PromptBatch) -> Rollout:
+    """Give media of a checkpoint, which are tensors and names, their images for logs."""
+    shown = [entry for entry in rollout.media or () if entry is not None]
+    if all(entry.images for entry in shown):
+        return rollout
+    known = {image_name(image): image for one in rollout.episodes or () for image in one.images}
+    for entry in prompts.media or ():
+        known |= {} if entry is None else dict(zip(entry.names, entry.images, strict=False))
+    restored: dict[int, Media] = {}  # rows and parts share their parts
+
+    def whole(entry: Media) -> Media:
+        if id(entry) not in restored:
+            there = all(name in known for name in entry.names)
+            images = tuple(known[name] for name in entry.names) if there else entry.images
+            parts = tuple(map(whole, entry.parts))
+            restored[id(entry)] = replace(entry, images=images, parts=parts)
+        return restored[id(entry)]
+
+    return replace(
+        rollout,
+        media=tuple(None if entry is None else whole(entry) for entry in rollout.media or ()),
+    )
 
 
 def _stored(pending: _Pending) -> dict[str, Any]:

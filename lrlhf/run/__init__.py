@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from lrlhf.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from lrlhf.run.checkpoints.checkpoint_io import AtomicCheckpointIO, use_atomic_checkpoints
+    from lrlhf.run.checkpoints.sharded_checkpoint import AtomicCheckpointIO, use_atomic_checkpoints
     from lrlhf.run.collectives import (
         Collectives,
         SplitsModels,

@@ -86,27 +86,6 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
     _sync_folder(path.parent)
 
 
-def append_line(path: Path, line: str) -> None:
-    """Add a line to a file, whole or not at all, and after whole lines only.
-
-    Raises:
-        OSError: It could not be written, as on a full disk; the file is as it was.
-    """
-    with naming(path), path.open("a+b", buffering=0) as handle:
-        end = handle.seek(0, os.SEEK_END)
-        if end:
-            handle.seek(end - 1)
-            if handle.read(1) != b"\n":  # a process was killed while it wrote
-                line = f"\n{line}"
-        try:
-            unwritten = memoryview(f"{line}\n".encode())
-            while unwritten:
-                unwritten = unwritten[handle.write(unwritten) :]
-        except OSError:
-            handle.truncate(end)
-            raise
-
-
 @contextlib.contextmanager
 def atomic_folder(path: Path, ending: str = TEMPORARY) -> Iterator[Path]:
     """Hand out an empty folder that takes the place of ``path`` when the block ends well.

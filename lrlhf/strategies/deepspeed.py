@@ -93,14 +93,14 @@ def module_state(
     for name, tensor in module.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):
             if id(tensor) not in known:
-                known[id(tensor)] = _assembled(tensor, engines, assembly)
+                known[id(tensor)] = _gathered_tensor(tensor, engines, assembly)
             state[name] = known[id(tensor)]
         else:
             state[name] = tensor
     return state
 
 
-def _assembled(tensor: Any, engines: Sequence[TrainedEngine], assembly: Assembly) -> Tensor:
+def _gathered_tensor(tensor: Any, engines: Sequence[TrainedEngine], assembly: Assembly) -> Tensor:
     shape = zero.shape_of(tensor)
     engine = _engine_of(tensor, engines)
     if engine is not None:

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lrlhf.callbacks import AtomicCheckpointIO, RLCheckpoint
-from lrlhf.callbacks.checkpoints import rl_checkpoint
+from lrlhf.callbacks import AtomicCheckpointIO, RLCheckpoint, rl_checkpoint
 from tests.callbacks.fakes import ToyPolicy, batches, trainer
 
 Saved = dict[str, float]

@@ -194,7 +194,7 @@ def test_a_kill_before_last_was_led_on_loses_nothing(
         atomic_link(path, target)
 
     with monkeypatch.context() as patched:
-        patched.setattr("lrlhf.callbacks.checkpoints.rl_checkpoint.atomic_link", killed)
+        patched.setattr("lrlhf.callbacks.rl_checkpoint.atomic_link", killed)
         with pytest.raises(Killed):
             fit(tmp_path, step + 2)
     killed_at = tmp_path / "ck" / f"step={step:06d}.ckpt"

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from lrlhf.cli import run
-from lrlhf.cli.application import Application
+from lrlhf.cli.application import Application, ConfigObjects
 from lrlhf.cli.checks import models, run_checks
 from lrlhf.cli.checks.data_rows import (
     CheckedRows,
@@ -35,7 +35,6 @@ from lrlhf.cli.checks.data_rows import (
     shown_rows,
     try_rewards,
 )
-from lrlhf.cli.checks.mistake import MistakeError
 from lrlhf.cli.checks.models import TrainedModel, check_main_memory, check_models
 from lrlhf.cli.checks.run_checks import check_engine
 from lrlhf.cli.checks.trainer_options import (
@@ -46,8 +45,7 @@ from lrlhf.cli.checks.trainer_options import (
     check_strategy,
     check_wandb,
 )
-from lrlhf.cli.config_objects import ConfigObjects
-from lrlhf.cli.run_sizes import processes
+from lrlhf.cli.config_entries import processes
 from lrlhf.datamodules import Source
 from lrlhf.datamodules.loading.splits import FirstRows
 from lrlhf.datamodules.rows.collate import Candidate, PairRow, PromptRow
@@ -55,11 +53,13 @@ from lrlhf.datamodules.rows.supervised_rows import SupervisedRow
 from lrlhf.models import CausalLM, ScoreModel
 from lrlhf.models.loading.deferred_weights import is_deferred
 from lrlhf.modules.policy.iteration import Quantity
+from lrlhf.options.errors import MistakeError
 from lrlhf.rewards import RewardFunction
 from lrlhf.strategies import FSDP2
 from tests.cli import toys
 from tests.cli.experiment import experiment
 from tests.hearing import save_hearing
+from tests.vlms import save_vlm
 
 ROOT = Path(__file__).parents[2]
 REWARD = f"{__name__}.by_length"
@@ -808,6 +808,74 @@ def test_episodes_are_looked_at(
     if says is not None:
         assert says in printed.err
         assert "Traceback" not in printed.err
+
+
+SIGHT = """
+from lrlhf.environments import TextEnvironment
+
+class Looks(TextEnvironment):
+    def reset(self, images):
+        self.image = images[0]
+    def step(self, action):
+        return [self.image]
+
+class Blind(TextEnvironment):
+    def step(self, action):
+        return None
+
+def reds(images):
+    return [1.0 for _ in images]
+"""
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize(
+    ("family", "chat", "reads", "says"),
+    [
+        # 84 of 512 pixels a side: 6 x 6 patches of 14 pixels, of which 4 are a token, and 2 marks
+        ("qwen2_vl", True, True, "of 512 x 512 pixels has 9 tokens, which count in"),
+        ("qwen2_vl", False, True, "episodes cannot show images: the prompts are plain text"),
+        ("", True, False, "episodes cannot show images: the policy reads text only"),
+        (
+            "",
+            True,
+            True,
+            "sight.Looks.reset() reads the column 'images', and the policy reads text",
+        ),
+        (
+            "",
+            True,
+            None,
+            "the reward function sight.reds reads 'images', and the policy reads text",
+        ),
+    ],
+)
+def test_a_check_says_whether_episodes_can_show_images(
+    model_folder: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    chat: bool,
+    reads: bool | None,
+    says: str,
+) -> None:
+    monkeypatch.delitem(sys.modules, "sight", raising=False)
+    Path("sight.py").write_text(SIGHT)
+    if family:
+        save_vlm(family, "vlm")
+    prompt = [{"role": "user", "content": "say"}] if chat else "say"
+    Path("rows.jsonl").write_text((json.dumps({"prompt": prompt}) + "\n") * 2)
+    options = {
+        "policy": "vlm" if family else model_folder,
+        "episodes": {"environment": "sight.Looks" if reads else "sight.Blind"},
+    }
+    data = {"train": "rows.jsonl", "batch_size": 2}
+    config = experiment("RLOO", options, data, reward="sight.reds" if reads is None else REWARD)
+    Path("run.yaml").write_text(yaml.safe_dump(config))
+    status = run(["check", "--config", "run.yaml"])
+    printed = capsys.readouterr()
+    assert says in (printed.err if status else printed.out)
+    assert status == (2 if not family and reads is not False else 0)
 
 
 def test_deepspeed_must_have_room_for_a_copy_in_every_process(

@@ -192,7 +192,7 @@ def run_with_config(model_folder: str, policy: Any, **options: Any) -> Path:
     return Path("run")
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "serve-policy"])
+@pytest.mark.parametrize("command", ["generate", "chat"])
 @pytest.mark.parametrize(
     ("attack", "named"),
     [
@@ -246,7 +246,6 @@ def test_a_run_folder_runs_no_code(
     rest = {
         "generate": ["prompts.jsonl", "--output", "answers.jsonl"],
         "chat": [],
-        "serve-policy": ["--port", "0"],
     }
     assert run([command, str(source), *rest[command]]) == 2
     last = capsys.readouterr().err.splitlines()[-1]

@@ -9,7 +9,7 @@ import pytest
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 
 from lrlhf.cli import run
-from lrlhf.cli.run_sizes import processes, training_steps
+from lrlhf.cli.config_entries import processes, training_steps
 from lrlhf.models import CausalLM, ScoreModel
 from tests.cli import toys  # noqa: F401  its classes are known by their short names
 

@@ -213,6 +213,13 @@ _TURNS = {
     "rewards": {"init_args": {"functions": ["environment_reward"]}},
     "sampling": {"max_new_tokens": 24},
 }
+_SHOWN_TURNS = _merged(
+    _TURNS,
+    {
+        "episodes": {"environment": "tests.faults.environments.Pictures"},
+        "sampling": {"max_new_tokens": 80},
+    },
+)
 _MOVING = {"reference": {"sync_every": 3, "mixup": 0.5}}
 _SCALED = {"advantage": {"scale_rewards": "std"}}
 
@@ -252,6 +259,7 @@ def _configs(folder: Path) -> dict[str, Config]:
         "ppo_media": _policy("PPO", lora_vlm, images),
         "rloo_turns": _policy("RLOO", policy | _TURNS | {"algorithm": "rloo_turn"}, text, _KL),
         "ppo_turns": _policy("PPO", policy | own | _TURNS, text | {"num_workers": 2}, _KL),
+        "rloo_media_turns": _policy("RLOO", vlm | _SHOWN_TURNS, images, _KL),
         "reward_model": _supervised(
             "RewardModel", {"model": adapted}, "PreferenceDataModule", pairs
         ),
@@ -275,6 +283,7 @@ def _configs(folder: Path) -> dict[str, Config]:
             "RLOO", policy | _ENGINE | _TURNS, text | {"prompt_template": template}, _SYNC
         ),
         "rloo_turns_ahead": _policy("RLOO", policy | _AHEAD | _TURNS, text, _SYNC),
+        "rloo_media_turns_ahead": _policy("RLOO", vlm | _AHEAD | _SHOWN_TURNS, images, _SYNC),
     }
 
 

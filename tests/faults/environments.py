@@ -1,5 +1,9 @@
 """An environment of several turns that a run can be killed in."""
 
+from typing import Any
+
+from PIL import Image
+
 from lrlhf.environments import TextEnvironment
 from tests.faults.kill_points import KillPoint
 from tests.faults.rewards import letters
@@ -22,3 +26,16 @@ class Letters(TextEnvironment):
 
     def reward(self) -> float:
         return self.paid
+
+
+class Pictures(Letters):
+    """Shows the prompt's image, cropped by what the turn says, behind each turn but the last."""
+
+    def reset(self, images: list[Image.Image]) -> Any:  # type: ignore[override]
+        self.image = images[0]
+        return super().reset()
+
+    def step(self, action: str) -> Any:
+        text = super().step(action)
+        left = sum(map(ord, action)) % 16
+        return text and [text, self.image.crop((left, 0, left + 16, 16))]

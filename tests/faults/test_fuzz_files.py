@@ -18,9 +18,8 @@ from lrlhf.callbacks.rollout_log import _forget_steps_after
 from lrlhf.rewards import RewardError, Rewards
 from lrlhf.rollout.storage import load_rollout, save_rollout
 from lrlhf.run.atomic import atomic_folder, remove
-from lrlhf.run.checkpoints.checkpoint_io import AtomicCheckpointIO
 from lrlhf.run.checkpoints.checkpoint_reader import NotACheckpointError
-from lrlhf.run.checkpoints.sharded_checkpoint import save_folder
+from lrlhf.run.checkpoints.sharded_checkpoint import AtomicCheckpointIO, save_folder
 from lrlhf.types import Rollout
 from tests.faults.fuzz_settings import assert_told, fuzzing
 

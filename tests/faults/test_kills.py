@@ -29,7 +29,8 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Harness:
         pytest.param("rloo", ["time:0.5"], marks=pytest.mark.exhaustive),
         ("ppo", ["renamed:*.ckpt@2", "torn:metrics.csv@2"]),
         pytest.param("rloo_media", ["torn:rollouts.jsonl@6"], marks=pytest.mark.exhaustive),
-        ("rloo_turns", ["turn2@3", "turn1@6"]),
+        pytest.param("rloo_turns", ["turn2@3", "turn1@6"], marks=pytest.mark.exhaustive),
+        ("rloo_media_turns", ["turn2@3", "optimizer@6"]),
         ("ppo_turns", ["turn3@5"]),
         ("reward_model", ["trained@5", "ending@9"]),
         ("sft", ["optimizer@5"]),
@@ -42,6 +43,11 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Harness:
         ),
         pytest.param(
             "rloo_turns_vllm",
+            ["turn2@5"],
+            marks=[pytest.mark.vllm, pytest.mark.exhaustive, pytest.mark.timeout(1500)],
+        ),
+        pytest.param(
+            "rloo_media_turns_ahead",
             ["turn2@5"],
             marks=[pytest.mark.vllm, pytest.mark.exhaustive, pytest.mark.timeout(1500)],
         ),

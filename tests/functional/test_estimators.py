@@ -1,5 +1,7 @@
 """Every estimator on one small rollout, by hand."""
 
+from itertools import combinations
+from statistics import fmean, pstdev
 from typing import Any
 
 import pytest
@@ -15,10 +17,10 @@ from lrlhf.functional import (
 )
 
 NAN = float("nan")
+GRPOS = {"bnpo", "sapo", "dppo", "clip_cov", "kl_cov"}
+SHARED = {"dapo", "gspo", "gmpo", "cispo", "ppo", "vapo", *GRPOS}
 # the others share one of these
-EVERY = pytest.mark.parametrize(
-    "name", sorted({*ESTIMATORS} - {"dapo", "gspo", "gmpo", "cispo", "ppo"})
-)
+EVERY = pytest.mark.parametrize("name", sorted({*ESTIMATORS} - SHARED))
 
 # Two prompts with two responses each. Rows: prompt token, then up to three response tokens.
 INPUTS = EstimatorInputs(
@@ -36,6 +38,7 @@ INPUTS = EstimatorInputs(
         "reward/short": torch.tensor([1.0, 1.0, 90.0, 70.0]),
         "weight/short": torch.full((4,), 0.5),
     },
+    observations=torch.tensor([[0], [0], [1], [1]]),
 )
 
 HALF = 2**-0.5
@@ -75,6 +78,14 @@ WITHOUT_KL = {
         [0, -HALF / 2, -HALF / 2, -HALF / 2],
         [0, HALF / 2, HALF / 2, 0],
     ],
+    # z-scores of the episode and of its one turn
+    "gigpo": [[0, 2 * HALF, 2 * HALF, 2 * HALF], [0, -2 * HALF, 0, 0], [0] * 4, [0] * 4],
+    # half of the responses teach nothing, so the others count twice
+    "gpg": [[0, 2, 2, 2], [0, -2, 0, 0], [0] * 4, [0] * 4],
+    # lengths 3 and 1: the baseline is (3 · 3 + 1) / 4
+    "opo": [[0, 0.5, 0.5, 0.5], [0, -1.5, 0, 0], [0] * 4, [0] * 4],
+    # of two responses there is one subset of two
+    "pass_at_k": [[0] * 4] * 4,
     "group_norm": [[0, HALF, HALF, HALF], [0, -HALF, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
     # responses of one turn
     "rloo_turn": [[0, 2, 2, 2], [0, -2, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
@@ -120,7 +131,7 @@ def rows_of(inputs: EstimatorInputs, rows: list[int], **changes: Any) -> Estimat
     """Some rows of the inputs, as one group."""
     taken = {
         name: getattr(inputs, name)[rows]
-        for name in ("scores", "kl", "response_mask", "baseline_mask", "values")
+        for name in ("scores", "kl", "response_mask", "baseline_mask", "values", "observations")
     }
     columns = {name: column[rows] for name, column in inputs.rows.items()}
     return inputs._replace(**taken, rows=columns, num_generations=len(rows))._replace(**changes)
@@ -177,12 +188,16 @@ def test_every_algorithm_is_that_of_its_paper() -> None:
     in_loss = {name for name, one in ALGORITHMS.items() if one.kl_in == "loss"}
     assert in_loss == {
         *("grpo", "dr_grpo", "dapo", "gspo", "gmpo", "cispo", "cpgd", "mt_grpo", "gdpo"),
-        "distillation",
+        *GRPOS,
+        *("distillation", "gigpo", "pass_at_k", "opo", "gpg"),
     }
     unpenalized = {name for name, one in ALGORITHMS.items() if one.kl_coef == 0}
-    assert unpenalized == {"dapo", "gmpo", "cispo", "distillation"}
+    assert unpenalized == {
+        *("dapo", "gmpo", "cispo", "distillation", "sapo", "dppo", "clip_cov", "kl_cov"),
+        *("opo", "gpg", "vapo"),
+    }
     whitened = {name for name, one in ALGORITHMS.items() if one.estimator.normalize == "token"}
-    assert whitened == {"ppo", "reinforce_baseline", "reinforce_plus_plus"}
+    assert whitened == {"ppo", "vapo", "reinforce_baseline", "reinforce_plus_plus"}
     assert {name: (one.loss.name, one.loss.aggregate) for name, one in ALGORITHMS.items()} == {
         "ppo": ("token_clip", "token_mean"),  # Schulman et al. 2017, eq. 7
         "rloo": ("sequence_clip", "sequence_mean"),  # TRL
@@ -202,6 +217,16 @@ def test_every_algorithm_is_that_of_its_paper() -> None:
         "reinforce_plus_plus": ("token_clip", "token_mean"),
         "remax": ("remax", "sequence_sum"),  # Li et al. 2023, algorithm 1
         "distillation": ("reinforce", "token_mean"),
+        "bnpo": ("token_clip", "token_mean"),  # TRL
+        "sapo": ("sapo", "sequence_mean"),  # Gao et al. 2025
+        "dppo": ("dppo", "token_mean"),  # verl
+        "clip_cov": ("clip_cov", "token_mean"),  # verl
+        "kl_cov": ("kl_cov", "token_mean"),  # verl
+        "opo": ("reinforce", "token_mean"),  # verl
+        "gpg": ("reinforce", "token_mean"),  # verl
+        "pass_at_k": ("token_clip", "sequence_mean"),  # GRPO's
+        "gigpo": ("token_clip", "sequence_mean"),  # GRPO's
+        "vapo": ("dapo", "token_mean"),  # Yue et al. 2025, §4
     }
 
 
@@ -376,3 +401,47 @@ def test_names_and_paths_resolve_and_an_unknown_name_suggests_the_nearest() -> N
         resolve_algorithm(f"{__name__}.mine")
     with pytest.raises(ValueError, match=r"unknown estimator 'rlo'.*did you mean 'rloo'"):
         resolve_estimator("rlo")
+
+
+@pytest.mark.parametrize(("size", "k"), [(4, 1), (4, 2), (5, 3), (6, 6)])
+def test_pass_at_k_counts_every_subset(size: int, k: int) -> None:
+    generator = torch.Generator().manual_seed(size * k)
+    scores = torch.randint(0, 4, (size,), generator=generator).double().tolist()
+    best = {each: max(scores[i] for i in each) for each in combinations(range(size), k)}
+    mean, std = fmean(best.values()), pstdev(best.values())
+    expected = [
+        (fmean(value for each, value in best.items() if row in each) - mean) / (std + 1e-6)
+        for row in range(size)
+    ]
+    inputs = with_rewards([scores], [[1.0] * size], size)
+    assert estimate("pass_at_k", inputs, k=k)[:, 0].tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_pass_at_k_of_right_and_wrong_is_that_of_the_paper() -> None:
+    # 8 responses, 3 right, k = 4: R = 1 - C(5,4)/C(8,4) = 13/14
+    mean = 13 / 14
+    deviation = (mean * (1 - mean)) ** 0.5
+    right, wrong = (1 - mean) / deviation, (1 - mean - 4 / 35) / deviation
+    inputs = with_rewards([[1.0, 0, 0, 1, 0, 0, 1, 0]], [[1.0] * 8], 8)
+    found = estimate("pass_at_k", inputs, k=4, eps=0.0)[:, 0].tolist()
+    assert found == pytest.approx([right, wrong, wrong, right, wrong, wrong, right, wrong])
+
+
+def test_gpg_counts_the_groups_of_all_ranks() -> None:
+    inputs = INPUTS._replace(kl=torch.zeros(4, 4), sum_over_ranks=lambda counts: 3 * counts + 6)
+    # 18 responses of all ranks, 12 of which teach something
+    assert estimate("gpg", inputs)[:, 1].tolist() == pytest.approx([1.5, -1.5, 0, 0])
+
+
+def test_vapo_takes_a_lam_by_length_and_the_outcome_for_its_critic() -> None:
+    # α = 2/3: λ = 1 - 1/2 of the three tokens, 0 of the one; errors 1 -2 3 | 0.6
+    options = {"length_alpha": 2 / 3, "value_lam": 1.0}
+    estimator = ESTIMATORS["vapo"]._replace(options=options)
+    inputs = without_kl()
+    assert estimator(inputs)[:2, 1:].flatten().tolist() == pytest.approx([0.75, -0.5, 3, 0.6, 0, 0])
+    # score minus value
+    of_values = estimator.of_values(inputs)
+    assert of_values[:2, 1:].flatten().tolist() == pytest.approx([2, 1, 3, 0.6, 0, 0])
+    assert ESTIMATORS["ppo"].of_values is ESTIMATORS["ppo"]
+    with pytest.raises(ValueError, match="length_alpha is 0"):
+        estimate("vapo", inputs, length_alpha=0.0)

@@ -43,6 +43,13 @@ def evaluate(
         ("cpgd", (1.5, 0.5), 1.0, [0, -math.log(0.6), math.log(4)]),
         ("cpgd", (1.5, 0.5), -1.0, [0, math.log(0.75), math.log(0.4)]),
         ("reinforce", (1.5, 0.5), 1.0, [0, -1.5, -0.5]),
+        # 4 σ(±½) = 2.4898 and 1.5102; 4/1.05 σ(±0.525) = 2.3936 and 1.4159
+        ("sapo", (1.5, 0.5), 1.0, [0, -2.489837, -1.510163]),
+        ("sapo", (1.5, 0.5), -1.0, [0, 2.393585, 1.415939]),
+        # probabilities 0.75 and 0.25 are 0.25 from ½: those that the advantage moved are out
+        ("dppo", (1.5, 0.5), 1.0, [0, 0, math.log(4) / 2]),
+        ("dppo", (1.5, 0.5), -1.0, [0, 1.5 * math.log(0.75), 0]),
+        ("dppo", (1.3, 0.7), 1.0, [0, -1.3 * math.log(0.65), -0.7 * math.log(0.35)]),
     ],
 )
 def test_defaults_by_hand(

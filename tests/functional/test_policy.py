@@ -13,12 +13,14 @@ from lrlhf.functional import (
     clip_fractions,
     clipped_policy_loss,
     cpgd_policy_loss,
+    divergence_masked_policy_loss,
     geometric_mean_policy_loss,
     high_entropy_mask,
     importance_weighted_policy_loss,
     policy_metrics,
     sequence_clipped_policy_loss,
     sequence_ratio,
+    soft_gate_policy_loss,
 )
 
 NAN = float("nan")
@@ -28,6 +30,8 @@ TOKEN_LOSSES: list[Loss] = [
     cispo_policy_loss,
     cpgd_policy_loss,
     importance_weighted_policy_loss,
+    soft_gate_policy_loss,
+    divergence_masked_policy_loss,
 ]
 SEQUENCE_LOSSES: list[Loss] = [sequence_clipped_policy_loss, geometric_mean_policy_loss]
 EVERY_TOKEN_LOSS = pytest.mark.parametrize("loss", TOKEN_LOSSES)
@@ -254,6 +258,9 @@ def test_the_bound_on_log_ratios_is_twenty() -> None:
         (geometric_mean_policy_loss, {"clip_low": -0.1}, "clip_low"),
         (geometric_mean_policy_loss, {"clip_low": 1.1}, "clip_low"),
         (geometric_mean_policy_loss, {"clip_high": -0.1}, "clip_high"),
+        (soft_gate_policy_loss, {"tau_negative": 0.0}, "tau_negative"),
+        (divergence_masked_policy_loss, {"low": 0.0}, "low"),
+        (divergence_masked_policy_loss, {"divergence": "js"}, "js"),
     ],
 )
 def test_impossible_bounds_are_refused(loss: Loss, options: dict[str, float], culprit: str) -> None:

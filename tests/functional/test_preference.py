@@ -51,6 +51,11 @@ def test_every_preference_loss_is_that_of_its_paper() -> None:
         "ipo": (True, True, True, 0.1, 0.0),  # Azar et al. 2023, over tokens as in TRL
         "hinge": (True, False, False, 0.1, 0.0),  # Zhao et al. 2023
         "simpo": (False, True, False, 2.0, 1.0),  # Meng et al. 2024
+        "sppo_hard": (True, False, True, 0.1, 0.0),  # Wu et al. 2024
+        **dict.fromkeys(
+            ("robust", "exo_pair", "nca_pair", "bco_pair", "apo_zero", "apo_down", "discopop"),
+            (True, False, False, 0.1, 0.0),  # as in TRL
+        ),
     }
 
 

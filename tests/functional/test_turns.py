@@ -8,6 +8,7 @@ import torch
 from lrlhf.functional import (
     ESTIMATORS,
     discounted_returns,
+    observation_numbers,
     shape_rewards,
     spread_over_turns,
     token_rewards,
@@ -260,3 +261,29 @@ def test_only_who_says_so_reads_the_rewards_of_turns(name: str) -> None:
         assert len(set(by_token)) > 1
     elif not estimator.uses_values:
         assert by_token == pytest.approx([by_token[0]] * 6)
+
+
+def test_observations_are_numbered_by_their_tokens() -> None:
+    rows = ["78 1* 5 2* 78 3*", "78 44* 5 9*", "6 1* 5 1*"]
+    ids: list[list[int]] = []
+    own: list[list[bool]] = []
+    for row in rows:
+        parts = [(char, part.endswith("*")) for part in row.split() for char in part.strip("*")]
+        ids.append([int(char) for char, _ in parts] + [7] * (8 - len(parts)))
+        own.append([taken for _, taken in parts] + [False] * (8 - len(parts)))
+    attention = torch.arange(8) < torch.tensor([[8], [6], [4]])
+    # read: 7 8, then 5, then 7 8 again; 7 8, then 5; 6, then 5
+    numbers = observation_numbers(torch.tensor(ids), attention, torch.tensor(own))
+    assert numbers.tolist() == [[0, 1, 0], [0, 1, -1], [2, 1, -1]]
+
+
+def test_gigpo_compares_the_turns_behind_equal_observations() -> None:
+    rows = [[Turn([0], [0], 1), Turn([0, 0], [0, 0], 0), Turn([0], [0], 0)], [Turn([0], [0], 0)]]
+    inputs = inputs_of(rows, [3.0, 1.0], num_generations=2)
+    inputs = inputs._replace(observations=torch.tensor([[5, 6, 5], [5, -1, -1]]))
+    # returns at γ = ½: 1.5, 1, 2 of the first and 1 of the second; behind 5 stand 1.5, 2 and 1
+    z = 2**-0.5
+    found = ESTIMATORS["gigpo"].function(inputs, gamma=0.5, eps=0.0)
+    assert_rows(found, inputs, [[z, z, z, z + 1], [-z - 1]])
+    with pytest.raises(ValueError, match="gigpo"):
+        ESTIMATORS["gigpo"].function(inputs._replace(observations=None))

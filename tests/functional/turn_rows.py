@@ -66,6 +66,8 @@ def inputs_of(
         baseline_mask=torch.ones(len(rows), dtype=torch.bool),
         values=laid_out(rows, "values", **layout),
         turn_rewards=laid_out(rows, "rewards", **layout),
+        # turns with the same number were preceded by the same
+        observations=torch.tensor([[k if k < len(row) else -1 for k in range(3)] for row in rows]),
     )
     return inputs._replace(**changes)
 

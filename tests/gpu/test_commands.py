@@ -39,10 +39,10 @@ def written(model_folder: str, accelerator: str, **options: Any) -> list[str]:
     "lrlhf.cli.checks.trainer_options",
     "lrlhf.trainer_options",
     "lrlhf.apps.plan.memory._is_on_gpu",
-    "lrlhf.apps.plan.policy_models",
+    "lrlhf.apps.plan.memory",
     "lrlhf.apps.plan.times",
     "lrlhf.apps.plan.plan_command",
-    "lrlhf.cli.run_sizes._devices_here",
+    "lrlhf.cli.config_entries._devices_here",
     "lrlhf.modules.checks.prepare_trainer",
 )
 def test_fit_check_and_plan(model_folder: str, accelerator: str, capsys) -> None:

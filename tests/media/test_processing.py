@@ -12,7 +12,7 @@ from PIL import Image
 from transformers.video_utils import VideoMetadata
 
 from lrlhf.media import Encoded, MediaError, MediaOptions, MediaProcessor, MediaRefs, Video
-from lrlhf.media.refs import MediaPart, PartOptions
+from lrlhf.media.refs import MediaPart, PartOptions, image_name
 from tests.vlms import build_vlm
 
 OPTIONS = MediaOptions()
@@ -194,6 +194,9 @@ def test_reading_gives_what_encoding_of_the_same_pixels_gives(
         assert torch.equal(read.media.tensors[name], tensor)
     assert read.media.names == (str(path), "ndarray")
     assert read.media.prompt_ids == (5,)
+    # one in no file is called by its pixels, as are those that episodes show
+    unnamed = qwen.read(IMAGE, MediaRefs((image,)), MediaOptions()).media.names
+    assert unnamed == (image_name(image),)
 
 
 def test_the_specimen_is_the_same_every_time_and_shows_one_image(qwen: MediaProcessor) -> None:

@@ -11,7 +11,7 @@ from lrlhf.functional import PolicyLoss, importance_weighted_policy_loss
 from lrlhf.models import sequence_logprobs
 from lrlhf.modules import Reference, Update
 from lrlhf.modules.metrics.metric_sums import MetricSums
-from lrlhf.modules.policy.experience import _weighed, as_experience
+from lrlhf.modules.policy.experience import _with_temperature_weights, as_experience
 from lrlhf.rollout import Capabilities, Sampling, TransformersEngine
 from lrlhf.rollout.engines.token_sampler import TokenSampler
 from lrlhf.rollout.vllm.vllm_base import sampling_arguments
@@ -140,7 +140,9 @@ def test_the_weighted_gradient_is_that_of_the_policys_own_responses() -> None:
         return torch.autograd.grad(terms.loss, weights)
 
     metrics = MetricSums()
-    for one, other in zip(gradient(_weighed(plain, metrics)), expected, strict=True):
+    for one, other in zip(
+        gradient(_with_temperature_weights(plain, metrics)), expected, strict=True
+    ):
         torch.testing.assert_close(one, other)
     # the weight on the first token alone would not do
     alone = replace(plain, advantages=plain.advantages * mass)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lrlhf.functional import IMPORTANCE_MODES, POLICY_LOSSES
+from lrlhf.functional import IMPORTANCE_MODES, IMPORTANCE_PRESETS, POLICY_LOSSES
 from lrlhf.models import ValueNetwork
 from lrlhf.modules import PPO, RLOO, Critic, ImportanceSampling, Reference, Update
 from lrlhf.modules.metrics.metric_sums import MetricSums
@@ -119,6 +119,18 @@ def within(low: float, high: float, value: float) -> float:
             0.0,
         ),
         ("cpgd", {"mode": "token_truncate", "high": 1.2}, lambda ratio, *_: min(ratio, 1.2), 0.0),
+        (
+            "reinforce",
+            {"mode": "decoupled_geo_rs", "reject": {"seq_mean_k1": (0.8, 1.2)}},
+            lambda _, whole, length: float(0.8 <= whole ** (-1 / length) <= 1.2),
+            0.0,
+        ),
+        (
+            "dapo",
+            {"mode": "decoupled_token_is", "reject": {"token_k3": (0.0, 0.02)}},
+            lambda ratio, *_: min(ratio, 2.0) * (ratio - 1 - math.log(ratio) <= 0.02),
+            0.05,
+        ),
     ],
 )
 def test_an_rloo_step_is_that_of_an_independent_computation(
@@ -143,7 +155,7 @@ def test_an_rloo_step_is_that_of_an_independent_computation(
         weights = [weight_of(token.ratio, whole, len(row)) for token in row]
         for weight, token in zip(weights, row, strict=True):
             surrogate = surrogate - weight * token.advantage * token.logprob
-        used += weights[:1] if "sequence" in mode.get("mode", "") else weights
+        used += weights[:1] if {"sequence", "geo"} & {*mode.get("mode", "").split("_")} else weights
     count = len(rows) if per_response else sum(map(len, rows))
     expected = step_of(policy, surrogate / count)
     assert_same(expected, dict(module.policy.named_parameters()), **CLOSE)
@@ -431,7 +443,7 @@ def test_the_mismatch_is_measured_while_the_policy_waits(skewed, train) -> None:
 
 def test_the_modes_of_the_option_are_those_of_the_function_and_have_bounds_of_their_own() -> None:
     names = get_args(get_type_hints(ImportanceSampling)["mode"])
-    assert names == ("none", *IMPORTANCE_MODES)
+    assert names == ("none", *IMPORTANCE_MODES, *IMPORTANCE_PRESETS)
     bounds = {mode: ImportanceSampling(mode=mode).bounds for mode in IMPORTANCE_MODES}
     assert bounds == {
         "token_truncate": (0.0, 2.0),
@@ -441,3 +453,28 @@ def test_the_modes_of_the_option_are_those_of_the_function_and_have_bounds_of_th
         "sequence_mean_mask": (0.95, 1.05),
     }
     assert ImportanceSampling(mode="token_mask", high=1.5).bounds == (0.5, 1.5)
+
+
+def test_presets_have_the_names_and_values_of_verl() -> None:
+    chosen = ImportanceSampling(mode="decoupled_geo_rs_seq_tis")
+    assert (chosen.weights, chosen.bounds) == ("sequence_truncate", (0.0, 2.0))
+    assert chosen.rejection == {"seq_mean_k1": (0.999, 1.001)}
+    k3 = ImportanceSampling(mode="decoupled_k3_rs", reject={"token_k2": (0.0, 0.5)})
+    assert (k3.weights, k3.rejection) == ("none", {"token_k2": (0.0, 0.5)})
+
+
+@pytest.mark.parametrize(
+    ("options", "culprit"),
+    [
+        ({"mode": "decoupled_geo_rs", "high": 2.0}, "no such bound"),
+        ({"mode": "none", "reject": {"seq_mean_k1": (1.1, 1.2)}}, "seq_mean_k1 is bounded"),
+        ({"mode": "none", "reject": {"token_k3": (0.1, 0.2)}}, "token_k3 is bounded"),
+        ({"mode": "none", "reject": {"seq_k3": (0.0, 0.2)}}, "unknown rejection criterion"),
+        ({"mode": "decoupled_geo"}, "decoupled_geo_rs"),
+    ],
+)
+def test_what_would_reject_equal_probabilities_is_refused(
+    options: dict[str, Any], culprit: str
+) -> None:
+    with pytest.raises(ValueError, match=culprit):
+        ImportanceSampling(**options)

@@ -39,7 +39,7 @@ def collected(
     earned[:, 2], earned[:, 5] = torch.tensor(turns).T
     each = earned.sum(dim=1)[:, None] if rewards is None else torch.tensor(rewards).float()
     rollout = Rollout(
-        input_ids=torch.ones(count, 6, dtype=torch.long),
+        input_ids=torch.arange(6).repeat(count, 1),
         attention_mask=torch.ones(count, 6, dtype=torch.bool),
         response_mask=MASK.repeat(count, 1),
         sampling_logprobs=torch.zeros(count, 6),
@@ -70,9 +70,11 @@ TURNS = collected([(1, 0), (0, 1), (1, 1), (1, 1), (0, 1), (1, 1)])
 """Equal sums of different turns, the same, different sums."""
 
 
-@pytest.mark.parametrize("name", sorted({*ALGORITHMS} - {"remax", "distillation"}))
+@pytest.mark.parametrize("name", sorted({*ALGORITHMS} - {"remax", "distillation", "pass_at_k"}))
 def test_turns_count_for_algorithms_that_look_at_them(name: str) -> None:
-    by_turn = name in ("rloo_turn", "mt_grpo", "ppo", "reinforce", "reinforce_plus_plus")
+    by_turn = name in {
+        *("rloo_turn", "mt_grpo", "gigpo", "ppo", "vapo", "reinforce", "reinforce_plus_plus")
+    }
     assert taught(name, TURNS) == [by_turn, False, True]
     if by_turn:
         assert taught(name, TURNS, credit="response") == [False, False, True]

@@ -170,7 +170,9 @@ def random_experience(rows: int = 8, width: int = 7) -> Experience:
     experience = as_experience(
         rollout, scores=torch.randn(rows), old_logprobs=old, ref_logprobs=ref
     )
-    return replace(experience, advantages=torch.randn(rows, 1) * rollout.response_mask)
+    advantages = torch.randn(rows, 1) * rollout.response_mask
+    covariant = (torch.rand(rows, width + 1) < 0.3) & rollout.response_mask
+    return replace(experience, advantages=advantages, covariant=covariant)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -210,7 +212,9 @@ def test_kl_and_entropy_keep_their_proportion_to_the_policy_term(
     experience = as_experience(
         rollout, scores=torch.zeros(2), old_logprobs=old, ref_logprobs=old - 0.5
     )
-    experience = replace(experience, advantages=torch.ones_like(old) * rollout.response_mask)
+    nothing = torch.zeros_like(rollout.response_mask)
+    advantages = torch.ones_like(old) * rollout.response_mask
+    experience = replace(experience, advantages=advantages, covariant=nothing)
     new = old.clone().requires_grad_()
     loss = POLICY_LOSSES[name]
     loss = loss._replace(options={**loss.options, **options})

@@ -243,11 +243,13 @@ def test_a_resumed_run_ends_in_the_same_state(ppo, train, critic_of, tmp_path) -
 # ---- options
 
 
-@pytest.mark.parametrize("gamma", [1.0, 0.5])
+@pytest.mark.parametrize(
+    ("gamma", "lams"), [(1.0, {"lam": 1.0}), (0.5, {"lam": 1.0}), (1.0, {"value_lam": 1.0})]
+)
 def test_returns_are_discounted_advantages_plus_values_before_they_are_whitened(
-    ppo, train, critic_of, gamma: float
+    ppo, train, critic_of, gamma: float, lams: dict[str, float]
 ) -> None:
-    advantage = Advantage(estimator="gae", options={"lam": 1.0, "gamma": gamma})
+    advantage = Advantage(estimator="gae", options={"gamma": gamma, **lams})
     reference = Reference(kl_coef=0.0)
     run = train(ppo(critic=critic_of("own"), reference=reference, advantage=advantage))
     experience = run.experience

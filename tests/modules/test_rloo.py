@@ -257,7 +257,7 @@ def test_validation_in_between_does_not_change_the_run(build, train) -> None:
     assert_same(without.after, between.after)
 
 
-@pytest.mark.parametrize("algorithm", sorted({*ALGORITHMS} - {"ppo", "distillation"}))
+@pytest.mark.parametrize("algorithm", sorted({*ALGORITHMS} - {"ppo", "vapo", "distillation"}))
 def test_every_algorithm_trains(build, train, algorithm: str) -> None:
     update = Update(entropy_coef=0.01, minibatch_size=8, num_iterations=2)
     run = train(build(algorithm=algorithm, update=update))

@@ -98,3 +98,38 @@ def test_dpo_equals_trl(case: dict[str, Any], tmp_path: Path) -> None:
     if case["loss_type"] != "simpo":  # whose log-probabilities are per token in TRL's metrics
         close(logged["logprobs/chosen"], metrics["logps/chosen"])
         close(logged["logprobs/rejected"], metrics["logps/rejected"])
+
+
+@pytest.mark.parametrize("case", RECORD["further"], ids=lambda case: case["loss_type"])
+def test_the_other_losses_on_pairs_equal_trl(case: dict[str, Any], tmp_path: Path) -> None:
+    epsilon = case.get("label_smoothing")
+    module = DPO(
+        recorded_model("policy"),
+        tokenizer=build_tokenizer(),
+        loss=case["loss_type"],
+        loss_options={} if epsilon is None else {"epsilon": epsilon},
+        beta=case["beta"],
+        ld_alpha=case.get("ld_alpha"),
+        optimizer=SGD,
+        max_grad_norm=float("inf"),
+    )
+    module.reference = ReferencePolicy(recorded_model("reference"))
+    found, logged = gradients(module, [pairs(RECORD["pairs"])], tmp_path)
+    expected = torch.tensor(case["gradients"], dtype=torch.float64)
+    torch.testing.assert_close(found["lm_head.weight"], expected, rtol=1e-5, atol=1e-6)
+    close(logged["train/loss"], case["loss"])
+
+
+@pytest.mark.parametrize(
+    ("options", "culprit"),
+    [
+        ({"loss": "robust", "loss_options": {"epsilom": 0.1}}, "did you mean 'epsilon'"),
+        ({"loss": "sppo_hard", "loss_options": {"beta": 0.1}}, "loss_options"),
+        ({"ld_alpha": 1.5}, "ld_alpha"),
+    ],
+)
+def test_options_that_a_loss_on_pairs_has_not_are_refused(
+    options: dict[str, Any], culprit: str
+) -> None:
+    with pytest.raises(ValueError, match=culprit):
+        DPO(recorded_model("policy"), tokenizer=build_tokenizer(), **options)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import psutil
@@ -16,6 +17,17 @@ import psutil
 
 def lengths(completions: Sequence[str]) -> list[float]:
     return [float(len(text)) for text in completions]
+
+
+def brightness(images: Sequence[Sequence[Any]]) -> list[float]:
+    """Mean brightness of the images in order, as the digits of a number in base 256."""
+    return [
+        sum(
+            256 ** (len(shown) - 1 - place) * fmean(image.convert("L").tobytes())
+            for place, image in enumerate(shown)
+        )
+        for shown in images
+    ]
 
 
 def doubled_values(rewards: dict[str, list[float]]) -> list[float]:

@@ -4,7 +4,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from lrlhf.rollout.balance import imbalance, loads, partition
+from lrlhf.run.sequence_balancing import imbalance, loads, partition
 
 
 def long_tailed(seed: int, size: int) -> list[int]:

@@ -29,7 +29,7 @@ from lrlhf.datamodules.rows.collate import collate_prompts
 from lrlhf.environments import Episodes, TextEnvironment
 from lrlhf.environments.session import TurnPrompt
 from lrlhf.guard.dump import StepBundle, read_bundle, write_bundle
-from lrlhf.media import MediaOptions, MediaProcessor
+from lrlhf.media import MediaOptions, MediaProcessor, parts, read_image
 from lrlhf.media.decode import MediaError
 from lrlhf.media.parts import read_parts, without_images
 from lrlhf.models import allow_packing, sequence_logprobs
@@ -37,7 +37,7 @@ from lrlhf.models.packed.packing import compact, find_trees
 from lrlhf.modules.policy.generate import PromptReader
 from lrlhf.modules.policy.load_policy import LoadedPolicy
 from lrlhf.rewards import Rewards
-from lrlhf.rollout import Collector, RolloutQueue, Sampling, TransformersEngine
+from lrlhf.rollout import Collector, RolloutQueue, Sampling, TransformersEngine, plan_micro_batches
 from lrlhf.rollout.engines.engine import RolloutEngine
 from lrlhf.rollout.episodes.episode_engine import EpisodeEngine
 from lrlhf.rollout.responses import left_padded
@@ -404,6 +404,9 @@ def test_padding_order_packing_and_micro_batches_change_no_gradient(
     shared = rollout.input_ids[0, : tree.prefix] == vlm.processor.placeholders["image"]
     assert int(shared.sum()) == marks.tokens["image"]
     assert tree.tokens < int(rollout.attention_mask.sum())
+    options = {"max_tokens": None, "packed": True, "placeholders": vlm.processor.placeholders}
+    (micro,) = plan_micro_batches(rollout, **options)
+    assert micro.computed == tree.tokens
 
 
 class Shows(TextEnvironment):
@@ -415,6 +418,14 @@ class Shows(TextEnvironment):
     def step(self, action: str) -> Any:
         value, self.value = self.value, None
         return value
+
+
+class Twice(Shows):
+    """Shows it behind the second turn too."""
+
+    def step(self, action: str) -> Any:
+        self.steps = vars(self).get("steps", 0) + 1
+        return self.value if self.steps < 3 else None
 
 
 def film() -> dict[str, Any]:
@@ -453,6 +464,33 @@ def test_images_are_counted_as_large_as_they_are_made(monkeypatch: pytest.Monkey
     assert len(read_parts([part], MediaOptions())) == 1
     with pytest.raises(MediaError, match="that one message shows"):
         read_parts([part, part], MediaOptions())
+
+
+def test_a_template_of_the_newest_image_goes_with_the_history_of_tokens() -> None:
+    own = build_vlm("qwen2_vl")
+    tokenizer = copy.deepcopy(own.tokenizer)
+    mark = "{% if part.type == 'image' %}"
+    newest = mark.replace("' %}", "' and loop.last and m is sameas messages[-1] %}")
+    # else branches of parts without text
+    template = str(tokenizer.chat_template).replace(mark, newest)
+    tokenizer.chat_template = template.replace("part.text", "part.text or ''")
+    vlm = own._replace(tokenizer=tokenizer)
+
+    def ends(**options: Any) -> list[tuple[str | None, str]]:
+        engine = ScriptedEngine(lambda _: "ok<|im_end|>")
+        value = [picture(1)]
+        rollout = play(
+            vlm, engine, prompts_of(own, []), environment=Twice, options={"value": value}, **options
+        )
+        if not options:
+            assert_plain(own, rollout, [[1, 1]])
+        return [(each.finish_reason, each.failure) for each in rollout.episodes or ()]
+
+    assert ends() == [("done", "")]
+    ((reason, failure),) = ends(history="template")
+    assert reason == "failed"
+    assert "1 marks of media for 2 images" in failure
+    assert "goes with episodes.history: tokens" in failure
 
 
 def test_files_are_shown_below_the_root_alone(tmp_path: Path) -> None:
@@ -587,6 +625,10 @@ def test_images_of_responses_generated_ahead_are_in_a_checkpoint() -> None:
     with torch.no_grad():
         values = [sequence_logprobs(vlm.model, each) for each in (first, second)]
     assert torch.equal(*values)
+    for one, other in zip(first.media or (), second.media or (), strict=True):
+        # logs show them
+        assert all(map(np.array_equal, one.images, other.images))
+        assert [*map(len, (other.images, other.names))] == [len(one.names)] * 2
     for one, other in zip(first.episodes or (), second.episodes or (), strict=True):
         assert len(one.images) >= 5
         assert all(map(np.array_equal, one.images, other.images))
@@ -626,9 +668,13 @@ def test_engines_that_count_for_themselves_get_one_token_for_each_image(
         assert len(media.images) == len(seeds)
 
 
-def test_an_agent_shows_images_in_its_requests() -> None:
+def test_an_agent_shows_images_in_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     vlm = build_vlm("qwen2_vl")
     refused: list[str] = []
+    read: list[Any] = []
+    monkeypatch.setattr(parts, "read_image", lambda *own: read.append(own[0]) or read_image(*own))
+    # of 40 x 48 and 48 x 48 pixels: each message has room for one
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 3000)
 
     def solve(images: Any, base_url: str, api_key: str, model: str) -> float:
         def part(url: str) -> dict[str, Any]:
@@ -653,6 +699,7 @@ def test_an_agent_shows_images_in_its_requests() -> None:
     (episode,) = rollout.episodes or ()
     assert (episode.failure, episode.turns, rollout.forks) == ("", 2, None)
     assert all(map(np.array_equal, episode.images, map(picture, [0, 1])))
+    assert len(read) == 2  # what a request repeats is read once
     assert_plain(vlm, rollout, [[0, 1]])
     for told, expected in zip(
         refused, ("remote file", "there is no media.root", "not base64"), strict=True

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from lrlhf import process_guard as guard
-from lrlhf.rollout.vllm import process
-from lrlhf.rollout.vllm.process import ServerProcess, ServerStartError
+from lrlhf.rollout.vllm import servers
+from lrlhf.rollout.vllm.servers import ServerProcess, ServerStartError
 from lrlhf.run.supervision import watch
 
 pytestmark = [
@@ -80,12 +80,12 @@ for name in ("lrlhf", "lrlhf.rollout", "lrlhf.rollout.vllm"):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = ["/".join([sys.argv[1], *name.split(".")[1:]])]
 from pathlib import Path
-from lrlhf.rollout.vllm import process
+from lrlhf.rollout.vllm import servers
 # a shell that starts pytest in the background has it ignored
 signal.signal(signal.SIGINT, signal.default_int_handler)
-process.GRACE = 0.3
+servers.GRACE = 0.3
 log, how = Path(sys.argv[2]), sys.argv[3]
-server = process.ServerProcess(sys.argv[4:], env=dict(os.environ), log_file=log)
+server = servers.ServerProcess(sys.argv[4:], env=dict(os.environ), log_file=log)
 server.start()
 server.wait_until(lambda: "ready" in server.log_tail(1), timeout=20, poll=0.02)
 forked = os.fork() if how.startswith("fork") else 0
@@ -156,7 +156,7 @@ class Fake:
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     """A word in the arguments of every process tells what a test leaves, which is killed."""
-    monkeypatch.setattr(process, "GRACE", 0.3)
+    monkeypatch.setattr(servers, "GRACE", 0.3)
     fake = Fake(tmp_path, f"lrlhf-test-{uuid.uuid4().hex}")
     yield fake
     for pid in fake.pids():
@@ -168,7 +168,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
 def test_the_grace_is_what_a_server_gets_to_tidy_up(
     fake: Fake, monkeypatch: pytest.MonkeyPatch, grace: float, tidied: bool
 ) -> None:
-    monkeypatch.setattr(process, "GRACE", grace)
+    monkeypatch.setattr(servers, "GRACE", grace)
     server = fake.ready("alone", "tidy")
     began = time.monotonic()
     assert server.stop()
@@ -218,7 +218,7 @@ def test_the_guard_finds_the_packages_of_the_trainer(
 
 
 def test_a_deadline_leaves_the_guard_the_time_it_needs() -> None:
-    needs = process.GRACE + guard.LOOK_SECONDS + guard.TRACKER_SECONDS
+    needs = servers.GRACE + guard.LOOK_SECONDS + guard.TRACKER_SECONDS
     assert needs < watch._CHILDREN_S
 
 

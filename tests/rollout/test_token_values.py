@@ -1,16 +1,18 @@
 """Expected values are written out by hand: bytes of UTF-8, and numbers put into the tensors."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.callbacks import RolloutLog
-from lrlhf.rollout.records import token_values
+from lrlhf.rollout.records import plain_json, token_values
 from lrlhf.rollout.texts import token_texts
 from lrlhf.types import Experience
 from tests.callbacks import fakes
@@ -137,3 +139,10 @@ def test_as_many_responses_as_asked_have_token_values_evenly_spread(
 def test_a_number_below_0_is_refused() -> None:
     with pytest.raises(ValueError, match="token_values is -1; it must be at least 0"):
         RolloutLog(token_values=-1)
+
+
+def test_arrays_of_columns_are_written_whole_or_said_to_be_large() -> None:
+    column = {"page": np.arange(3), "score": np.float32(0.5), "ids": torch.tensor([[1, 2]])}
+    assert plain_json(column) == {"page": [0, 1, 2], "score": 0.5, "ids": [[1, 2]]}
+    assert plain_json(np.zeros((32, 64, 3), np.uint8)) == "uint8 [32, 64, 3]"
+    assert plain_json(np.array([math.nan, 1.0])) == [None, 1.0]

@@ -19,8 +19,8 @@ from lrlhf.modules import RLOO
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Sampling, VLLMEngine, VLLMServerEngine
 from lrlhf.rollout.vllm import servers, vllm_base
-from lrlhf.rollout.vllm.process import ServerStartError
 from lrlhf.rollout.vllm.server_engine import check_gpus
+from lrlhf.rollout.vllm.servers import ServerStartError
 from lrlhf.rollout.vllm.vllm_base import EngineStartError, command_line
 from tests.modules.policy_runs import letters
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -150,6 +151,34 @@ def test_responses_about_images_go_on_with_new_weights(
         assert int(mine.sum()) > 100
         assert float(gaps[mine].max()) < 1e-4
         assert float(gaps[rollout.response_mask & ~mine].max()) > 1e-2
+
+
+def test_requests_with_images_arrive_in_the_middle_of_pushes(
+    shown: tuple[VLLMEngine | VLLMServerEngine, Vlm],
+) -> None:
+    """A push must not forget what vLLM relies on: processed images, and those of cached prompts."""
+    engine, vlm = shown
+    if not isinstance(engine, VLLMServerEngine):
+        pytest.skip("it generates while nothing else computes")
+    prompts, sampling, restarts = mixed_prompts(vlm), Sampling(max_new_tokens=4), engine.restarts
+    engine.push(40)
+    engine.allow_updates_in_flight(True)
+    with ThreadPoolExecutor(1) as thread:
+
+        def generate() -> None:
+            options = {"num_generations": 8, "seeds": range(32)}
+            for _ in range(24):
+                engine.generate(prompts, sampling, **options)
+
+        generating, version = thread.submit(generate), 40
+        while not generating.done():
+            version += 1
+            disturb(vlm.model, seed=version, scale=0.002)
+            engine.push(version)
+        generating.result()
+    engine.allow_updates_in_flight(False)
+    assert version > 44
+    assert engine.restarts == restarts
 
 
 def test_no_placeholder_is_ever_drawn(shown: tuple[VLLMEngine | VLLMServerEngine, Vlm]) -> None:

@@ -106,7 +106,8 @@ def test_the_workers_of_all_servers_get_the_weights_in_one_pass(
     transfer.push(tensors, "new", in_flight=True)
     for one in servers:
         assert one.version == "new"
-        assert one.steps[1] == "/pause?mode=keep&clear_cache=true"
+        assert one.steps[1] == "/pause?mode=keep&clear_cache=false"
+        assert one.steps[2] == "/reset_prefix_cache?reset_running_requests=true"
         for engine in one.engines:
             compare_fingerprints(as_text(tensors.seen), engine.arrived())
     # with one of them gone nothing comes through, and the others do not wait for it

@@ -34,7 +34,6 @@ from lrlhf.apps.cluster.settings import Cluster
 from lrlhf.apps.cluster.trainers import STATUS, TERMINATED, TrainerCommand, TrainerStatus, trainers
 from lrlhf.background import in_background
 from lrlhf.cli.application import Application
-from lrlhf.cli.checks.mistake import MistakeError
 from lrlhf.cli.config_entries import class_of, options_of
 from lrlhf.cli.config_files import (
     config_arguments,
@@ -43,7 +42,7 @@ from lrlhf.cli.config_files import (
     read_config_files,
 )
 from lrlhf.noted_signals import noted_signals
-from lrlhf.options.errors import ConfigError
+from lrlhf.options.errors import ConfigError, MistakeError
 from lrlhf.options.parser import Parser
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import VLLMServerEngine
@@ -92,7 +91,7 @@ def launch(cluster: Cluster, run: Run) -> int:
         with noted_signals(second_interrupts=True) as signals, _placed(ray, cluster) as groups:
             workers = _reward_workers(ray, cluster, run, groups)
             folder = Path(cluster.storage or Path.cwd()).absolute()
-            actor = _board(ray, folder / run.folder / "ray" / f"{namespace}.json")
+            actor = _board_actor(ray, folder / run.folder / "ray" / f"{namespace}.json")
             command = TrainerCommand(
                 arguments=run.arguments,
                 folder=str(folder),
@@ -142,7 +141,7 @@ def _check_room(cluster: Cluster, there: Mapping[str, float]) -> None:
     logger.warning("the run takes %s: it waits until nodes with that join the cluster", missing)
 
 
-def _board(ray: Any, notes: Path) -> Any:
+def _board_actor(ray: Any, notes: Path) -> Any:
     # started again where it dies, and asked once more
     restarts = {"max_restarts": -1, "max_task_retries": -1}
     strategies = import_module("ray.util.scheduling_strategies")

@@ -22,8 +22,7 @@ from lrlhf.apps.cluster.connection import NO_GPUS, free_place, import_ray, joine
 from lrlhf.apps.cluster.guarded_program import GuardedProgram
 from lrlhf.rollout import VLLMServerEngine
 from lrlhf.rollout.vllm.client import ServerClient
-from lrlhf.rollout.vllm.process import root_cause
-from lrlhf.rollout.vllm.servers import Server
+from lrlhf.rollout.vllm.servers import Server, root_cause
 from lrlhf.rollout.vllm.vllm_base import EngineStartError, is_cpu
 
 _POLL_SECONDS = 0.5

@@ -163,7 +163,7 @@ def run_one(config: dict[str, Any]) -> int:
         env=_environment(command, rank, context.get_world_size(), address),
         folder=Path(command.folder),
     )
-    status = _attend(program, actor.look)
+    status = _wait_for_program(program, actor.look)
     if status in _OTHERS_SECONDS:
         actor.end(status)
         return status
@@ -186,7 +186,7 @@ class _StatusClient:
         self._ray.get(self._actor.end.remote(self._attempt, status))
 
 
-def _attend(program: GuardedProgram, look: Callable[[], tuple[bool, int | None]]) -> int:
+def _wait_for_program(program: GuardedProgram, look: Callable[[], tuple[bool, int | None]]) -> int:
     """Wait for a program, pass on once that it is asked to end, and end it after the others.
 
     Raises:

@@ -11,15 +11,14 @@ from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lrlhf.apps.lab.audit import as_json, as_page, as_text, audit
-from lrlhf.apps.lab.report_files import check_output, write_json
 from lrlhf.apps.lab.reward_command import add_reward_options, run_rewards
+from lrlhf.apps.lab.run_files import check_output, write_json
+from lrlhf.cli.application import ConfigObjects, Reader
 from lrlhf.cli.checks.data_rows import taken_from
-from lrlhf.cli.checks.mistake import MistakeError
 from lrlhf.cli.checks.models import check_models
 from lrlhf.cli.config_entries import options_of
-from lrlhf.cli.config_objects import ConfigObjects
-from lrlhf.cli.readers import Reader
 from lrlhf.datamodules import RowDataModule
+from lrlhf.options.errors import MistakeError
 from lrlhf.secrets import safe
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lrlhf.apps.lab.report_files import check_output, write_json
 from lrlhf.apps.lab.reward_lab import Lab, as_json, as_page, as_text, look_at, responses_of_run
+from lrlhf.apps.lab.run_files import check_output, write_json
 from lrlhf.cli.command_parser import CommandParser
 from lrlhf.options.errors import ConfigError
 from lrlhf.secrets import safe
@@ -71,11 +71,11 @@ def run_rewards(config: Namespace, build: Callable[[], Rewards]) -> None:
     # not at the top: they bring torch
     from lrlhf.apps.lab.reward_lab.response_inputs import read_response_inputs  # noqa: PLC0415
     from lrlhf.apps.lab.reward_lab.scoring import reads_media, score_responses, with_times  # noqa: PLC0415
-    from lrlhf.cli.checks.mistake import MistakeError  # noqa: PLC0415
     from lrlhf.cli.checks.models import check_models  # noqa: PLC0415
     from lrlhf.cli.config_entries import is_lrlhf, options_of  # noqa: PLC0415
     from lrlhf.datamodules.rows.media_rows import MediaReader  # noqa: PLC0415
     from lrlhf.media import MediaOptions  # noqa: PLC0415
+    from lrlhf.options.errors import MistakeError  # noqa: PLC0415
 
     path = Path(config.responses)
     path = path / "rollouts.jsonl" if path.is_dir() else path

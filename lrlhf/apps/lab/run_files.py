@@ -1,4 +1,4 @@
-"""The files that a run has written, as rows and data frames."""
+"""The files that a run has written, as rows and data frames, and the files of reports on it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from lrlhf.foreign_files import check_regular, read_yaml
+from lrlhf.options.errors import ConfigError
+from lrlhf.run.atomic import atomic_write
 
 if TYPE_CHECKING:
     import pandas as pd
+
 
 _LONGEST_LINE = 2**28
 """Bytes of a line that no record of a run has."""
@@ -213,3 +218,36 @@ def _roots(settings: Any) -> Iterator[str]:
     if isinstance(settings, list):
         for entry in settings:
             yield from _roots(entry)
+
+
+def check_output(option: str, path: str | None) -> None:
+    """Refuse a file that cannot be written, before anything takes time.
+
+    Raises:
+        ConfigError: It is a folder, or would lie in what is no folder.
+    """
+    if path is None:
+        return
+    above = next(folder for folder in Path(path).absolute().parents if folder.exists())
+    if Path(path).is_dir() or not above.is_dir():
+        raise ConfigError(f"--{option} is {path}; give the name of a file in a folder")
+
+
+def write_json(path: str, value: dict[str, Any]) -> None:
+    """Write a JSON file, which appears complete or not at all."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(Path(path)) as handle:
+        handle.write(json.dumps(value, indent=1, ensure_ascii=False).encode("utf-8", "replace"))
+
+
+def plain_json(value: Any) -> Any:
+    """Return a value as JSON has it: named tuples become objects, NaN and infinity null."""
+    if hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, Mapping):
+        return {key: plain_json(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_json(inner) for inner in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -12,14 +12,19 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from lrlhf.apps.plan.memory import memory_report
 from lrlhf.apps.plan.times import GPUS, time_report
-from lrlhf.cli.application import check_checkpoint
-from lrlhf.cli.checks.mistake import RefusedError
+from lrlhf.cli.application import Reader, check_checkpoint
 from lrlhf.cli.checks.trainer_options import check_strategy
-from lrlhf.cli.config_entries import is_a, options_of
-from lrlhf.cli.readers import Reader
-from lrlhf.cli.run_sizes import has_batch_plan, planned_batches, processes, training_steps
+from lrlhf.cli.config_entries import (
+    has_batch_plan,
+    is_a,
+    options_of,
+    planned_batches,
+    processes,
+    training_steps,
+)
 from lrlhf.modules import DPO, SFT, RewardModel, TrainingModule
 from lrlhf.modules.policy.iteration import BatchPlan, Quantity, table_of
+from lrlhf.options.errors import RefusedError
 
 
 def add_plan_options(parser: ArgumentParser) -> None:

@@ -17,7 +17,7 @@ from rich.text import Text
 from torch import nn
 from transformers import PreTrainedModel
 
-from lrlhf.apps.plan.policy_models import kl_penalty, reference_spec, reward_models, teacher_spec
+from lrlhf.apps.plan.memory import kl_penalty, reference_spec, reward_models, teacher_spec
 from lrlhf.apps.plan.strategy_shares import weights_of
 from lrlhf.cli.config_entries import is_a, options_of, spec_of
 from lrlhf.models import CausalLM, ValueModel, ValueNetwork, new_value_head, packs, plain_model

@@ -11,10 +11,9 @@ except ImportError as error:
         "pip install 'lrlhf[serve]'"
     ) from error
 
-from lrlhf.apps.serve.app import RewardService, create_app
+from lrlhf.apps.serve.app import RewardService, check_exposure, create_app, serve
 from lrlhf.apps.serve.batcher import Scorer
 from lrlhf.apps.serve.score_request import QueueOptions, RequestLimits
-from lrlhf.apps.serve.server import check_exposure, serve
 from lrlhf.rewards.remote.service_client import read_token
 
 __all__ = [

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, TextStreamer
 
-from lrlhf.cli.trained_policy import TrainedPolicy, load_to_talk
+from lrlhf.cli.trained_policy import TrainedPolicy, load_named
 from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.chat import ChatFormat
 from lrlhf.models import context_length, eos_token_ids, plain_model, ruled_out_ids
 from lrlhf.modules.policy.generate import PromptReader
-from lrlhf.options.errors import hint
+from lrlhf.options.errors import ConfigError, hint
 from lrlhf.rollout import Sampling
 from lrlhf.rollout.engines.transformers_engine import plain_generation_config
 from lrlhf.secrets import safe
@@ -183,7 +183,17 @@ def open_conversation(options: argparse.Namespace) -> Conversation:
     Raises:
         ConfigError: Nothing that generates is there, or an option is out of its range.
     """
-    trained, sampling = load_to_talk(options)
+    try:
+        sampling = Sampling(
+            temperature=options.temperature,
+            top_p=options.top_p,
+            max_new_tokens=options.max_new_tokens,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error).removeprefix("sampling.")) from error
+    trained = load_named(options)
+    if trained.sampling is not None:
+        sampling = replace(sampling, stop=trained.sampling.stop)
     if options.seed is not None:
         torch.manual_seed(options.seed)
     else:

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from lrlhf.apps.lab.report_files import plain_json
+from lrlhf.apps.lab.run_files import plain_json
 from lrlhf.apps.verify.answers import ITEMS, Answer
 from lrlhf.apps.verify.candidate_weights import Candidate
 from lrlhf.apps.verify.formula_checks import batches, check_advantages, check_kl, check_loss

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lrlhf.apps.lab.report_files import check_output, write_json
+from lrlhf.apps.lab.run_files import check_output, write_json
 from lrlhf.cli.command_parser import command_parser
 from lrlhf.foreign_files import TRUST_FLAG
 from lrlhf.options.errors import ConfigError

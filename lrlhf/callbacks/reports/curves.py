@@ -215,14 +215,18 @@ def picture(media: Media) -> Image.Image:
     return _pictures(media)[0]
 
 
-def strip(media: Media, *, side: int = 256) -> Image.Image:
+def strip(media: Media, *, side: int = 256) -> Image.Image | None:
     """Put all images, the first frame of each video, and waveforms of audio side by side.
+
+    None: there are none, as those of a stored rollout, which has only what a model reads of them.
 
     Args:
         media: Of one row.
         side: Pixels of the square that each is fitted into.
     """
     shown = [ImageOps.pad(each.convert("RGB"), (side, side)) for each in _pictures(media)]
+    if not shown:
+        return None
     page = Image.new("RGB", ((side + _GAP) * len(shown) - _GAP, side), "white")
     for number, one in enumerate(shown):
         page.paste(one, (number * (side + _GAP), 0))

@@ -20,7 +20,6 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.cli.checks.mistake import MistakeError
 from lrlhf.cli.checks.models import TrainedModel
 from lrlhf.cli.config_entries import class_of, is_a, is_lrlhf, options_of
 from lrlhf.datamodules import HubSource, Source, TextDataModule, Weighted
@@ -33,6 +32,7 @@ from lrlhf.datamodules.rows.step_rows import StepRow
 from lrlhf.functional.names import import_value
 from lrlhf.models import TextLimits, load_tokenizer
 from lrlhf.modules import DPO
+from lrlhf.options.errors import MistakeError
 from lrlhf.rewards import LearnedReward, ProcessReward, RewardError, RewardFunction
 from lrlhf.rewards.dispatch import Call, Dispatcher
 from lrlhf.rewards.function import OF_EPISODES, OF_RUNS, OTHER_REWARDS, RESERVED
@@ -46,7 +46,9 @@ logger = logging.getLogger(__name__)
 ROWS = 100
 """Rows of each source that are looked at."""
 _ENTRIES = ("train", "val", "pretraining")
-_ALWAYS = {*RESERVED, *OF_RUNS, OTHER_REWARDS, "images", "videos", "audios"}
+_MEDIA = frozenset({"images", "videos", "audios"})
+"""What functions get of a policy that reads media."""
+_ALWAYS = {*RESERVED, *OF_RUNS, OTHER_REWARDS, *_MEDIA}
 """What a reward function may ask for that is no column of the data."""
 
 
@@ -148,8 +150,15 @@ def check_rows(
     return CheckedRows(splits, frozenset().union(*columns), max(lengths, default=0))
 
 
-def check_reward_columns(model: Any, columns: frozenset[str]) -> list[str] | None:
+def check_reward_columns(
+    model: Any, columns: frozenset[str], reads_media: bool = True
+) -> list[str] | None:
     """Refuse a reward function that asks for a column that the data lacks.
+
+    Args:
+        model: The section of the config.
+        columns: Of the data.
+        reads_media: Whether the policy does, so that rewards get what it is shown.
 
     Returns:
         The columns that the functions read; None: there are no rewards, or not of a known kind.
@@ -174,6 +183,12 @@ def check_reward_columns(model: Any, columns: frozenset[str]) -> list[str] | Non
                 "model.episodes",
                 value=name,
             )
+        if column in _MEDIA - columns and not reads_media:
+            raise MistakeError(
+                place,
+                f"the reward function {name} reads {column!r}, and the policy reads text only",
+                value=name,
+            )
         if column in columns | _ALWAYS | {*OF_EPISODES}:
             continue
         near = difflib.get_close_matches(column, columns, n=1)
@@ -187,8 +202,15 @@ def check_reward_columns(model: Any, columns: frozenset[str]) -> list[str] | Non
     return sorted({column for column, _, _ in required} - _ALWAYS - {*OF_EPISODES})
 
 
-def check_environment_columns(model: Any, columns: frozenset[str]) -> None:
-    """Refuse a ``reset`` or an agent that asks for a column that the data lacks."""
+def check_environment_columns(model: Any, columns: frozenset[str], reads_media: bool) -> None:
+    """Refuse a ``reset`` or an agent that asks for a column that the data lacks.
+
+    Args:
+        model: The section of the config.
+        columns: Of the data.
+        reads_media: Whether the policy does, so that environments get the images of prompts.
+    """
+    always = {"prompt", "seed", *(["images"] if reads_media else [])}
     episodes = options_of(options_of(model).get("episodes"))
     for option in ("environment", "agent"):
         path, place = episodes.get(option), ("model", "episodes", option)
@@ -204,10 +226,13 @@ def check_environment_columns(model: Any, columns: frozenset[str]) -> None:
             arguments = [] if reset is None else _of_signature(reset)[1:]
             name, own = f"{path}.reset()", frozenset()
         for column in arguments:
-            if column not in columns | {"prompt", "seed"} | own:
+            if column not in columns | always | own:
+                why = "the data has none of that name"
+                if column == "images":
+                    why = "the policy reads text only"
                 raise MistakeError(
                     place,
-                    f"{name} reads the column {column!r}, and the data has none of that name "
+                    f"{name} reads the column {column!r}, and {why} "
                     f"(columns: {', '.join(sorted(columns)) or 'none'})",
                     value=path,
                 )
@@ -327,9 +352,9 @@ _TRIAL_SECONDS = 10.0
 def try_rewards(functions: Mapping[str, Any], seen: CheckedRows, count: int) -> list[str]:
     """Call reward functions on made responses to the first prompt, before there are others.
 
-    What loads a model or asks a server is left out, what reads episodes or other rewards, and what
-    is awaited, as it may keep the event loop of its first call. An exception of a function is only
-    told: a made response may be none that it can score.
+    What loads a model or asks a server is left out, what reads media, episodes or other rewards,
+    and what is awaited, as it may keep the event loop of its first call. An exception of a function
+    is only told: a made response may be none that it can score.
 
     Args:
         functions: By name.
@@ -363,7 +388,7 @@ def try_rewards(functions: Mapping[str, Any], seen: CheckedRows, count: int) -> 
         if (
             awaited
             or not _is_local(function)
-            or {*OF_EPISODES, OTHER_REWARDS} & {*signature.parameters}
+            or {*OF_EPISODES, *_MEDIA, OTHER_REWARDS} & {*signature.parameters}
         ):
             left_out.append(name)
             continue

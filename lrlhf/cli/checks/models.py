@@ -12,9 +12,7 @@ from typing import Any
 import psutil
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from lrlhf.cli.checks.mistake import MistakeError
-from lrlhf.cli.config_entries import class_of, is_a, is_lrlhf, options_of, spec_of
-from lrlhf.cli.run_sizes import processes
+from lrlhf.cli.config_entries import class_of, is_a, is_lrlhf, options_of, processes, spec_of
 from lrlhf.media import MediaProcessor
 from lrlhf.models import (
     CausalLM,
@@ -30,6 +28,7 @@ from lrlhf.models import (
 from lrlhf.models.loading.meta import model_config, skeleton
 from lrlhf.models.loading.model_sources import converted_folder, locate
 from lrlhf.modules import DPO
+from lrlhf.options.errors import MistakeError
 
 _TRAINED: Mapping[str, type[PretrainedSpec]] = {"policy": CausalLM, "model": ScoreModel}
 """Options of the modules with what they train, and what a plain source is there."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
 import lightning as L
+from PIL import Image
 
 import lrlhf.datamodules
 from lrlhf.callbacks import KLControl
@@ -23,7 +24,6 @@ from lrlhf.cli.checks.data_rows import (
     shown_rows,
     try_rewards,
 )
-from lrlhf.cli.checks.mistake import MistakeError, RefusedError
 from lrlhf.cli.checks.models import TrainedModel, check_built, check_main_memory, check_models
 from lrlhf.cli.checks.trainer_options import (
     check_accelerator,
@@ -37,14 +37,25 @@ from lrlhf.cli.checks.trainer_options import (
     check_wandb,
     entries_of,
 )
-from lrlhf.cli.config_entries import class_of, is_a, is_lrlhf, options_of
-from lrlhf.cli.run_sizes import has_batch_plan, planned_batches, processes, training_steps
+from lrlhf.cli.config_entries import (
+    class_of,
+    has_batch_plan,
+    is_a,
+    is_lrlhf,
+    options_of,
+    planned_batches,
+    processes,
+    training_steps,
+)
 from lrlhf.datamodules import RowDataModule
 from lrlhf.datamodules.loading.splits import FirstRows
+from lrlhf.datamodules.rows.collate import PromptRow
+from lrlhf.media import MediaOptions, MediaProcessor, read_image
 from lrlhf.models import TextLimits
 from lrlhf.modules.policy.iteration import BatchPlan, Quantity
 from lrlhf.modules.policy.sample import check_compared, check_evaluation, check_extra_samples
 from lrlhf.modules.policy.settings import PolicySettings
+from lrlhf.options.errors import MistakeError, RefusedError
 from lrlhf.rewards import Rewards
 from lrlhf.rollout.vllm import VLLMEngine, VLLMServerEngine
 from lrlhf.rollout.vllm.rank_group import check_group_size
@@ -131,13 +142,15 @@ def check_run(
         if trains and ranks:
             _tried(check_rows_per_batch, data, seen.train, ranks.number or 1)
             _tried(check_interval, trainer, data, seen.train, ranks.number or 1)
-        _tried(check_environment_columns, model, seen.columns)
-        read = _tried(check_reward_columns, model, seen.columns)
+        processor = None if trained is None else trained.processor()
+        _tried(check_environment_columns, model, seen.columns, processor is not None)
+        read = _tried(check_reward_columns, model, seen.columns, processor is not None)
         if read is not None:
             yield f"rewards  read {', '.join(read) or 'no column'}"
         _tried(check_reward_templates, model, seen)
         yield from _tried(_of_rewards, parts, seen, settings if trains else None) or ()
         yield from _tried(shown_rows, seen, trained, show) or ()
+        yield from _tried(_of_turns, model, data, seen, processor) or ()
     if lengths := trained and _tried(check_context, settings, data, trained, seen):
         yield f"lengths  {lengths}"
 
@@ -148,6 +161,32 @@ def _of_rewards(parts: Parts, seen: CheckedRows, settings: PolicySettings | None
     functions, others = parts.reward_functions()
     others = [*try_rewards(functions, seen, max(2, settings.num_generations)), *others]
     return [f"rewards  not called on made responses: {', '.join(others)}"] if others else []
+
+
+def _of_turns(
+    model: Any, data: Any, seen: CheckedRows, processor: MediaProcessor | None
+) -> list[str]:
+    """Say whether tools, environments and agents can show images to the policy."""
+    options = options_of(model)
+    if options.get("episodes") is None:
+        return []
+    if processor is None:
+        return ["episodes cannot show images: the policy reads text only"]
+    if not processor.encodes_images_alone:
+        return [f"episodes cannot show images: {processor.not_alone}"]
+    if all(isinstance(row, PromptRow) and isinstance(row.prompt, str) for row in seen.train.rows):
+        return ["episodes cannot show images: the prompts are plain text (data.as_chat: true)"]
+    media = MediaOptions(**options_of(options_of(data).get("media")))
+    image = read_image(Image.new("RGB", (512, 512)), media)
+    tokens = len(processor.encode(processor.markers["image"], [image], []).input_ids)
+    room = options_of(options.get("sampling")).get("max_new_tokens")
+    files = "not from files: data.media.root is null"
+    if media.root is not None:
+        files = f"files below {media.root}"
+    return [
+        f"episodes may show images ({files}); one of 512 x 512 pixels has {tokens} tokens, which "
+        f"count in sampling.max_new_tokens ({room})"
+    ]
 
 
 def _tried(check: Callable[..., ResultT], *arguments: Any) -> ResultT | None:

@@ -16,11 +16,10 @@ from urllib.parse import urlsplit
 from lightning.pytorch.accelerators import CUDAAccelerator
 
 from lrlhf.callbacks.hub import HubRepo
-from lrlhf.cli.checks.mistake import MistakeError
-from lrlhf.cli.config_entries import is_a, options_of
-from lrlhf.cli.run_sizes import has_batch_plan, processes
+from lrlhf.cli.config_entries import has_batch_plan, is_a, options_of, processes
 from lrlhf.modules.base import TrainingModule
 from lrlhf.modules.row_module import RowModule
+from lrlhf.options.errors import MistakeError
 from lrlhf.run.run_folder import refuse_remote
 from lrlhf.trainer_options import (
     REPLACED,

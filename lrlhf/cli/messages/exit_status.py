@@ -15,12 +15,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from transformers.utils import logging as transformers_logging
 
-from lrlhf.cli.checks.mistake import MistakeError, RefusedError
 from lrlhf.cli.config_files import ConfigFile, folders_of_own_code
 from lrlhf.cli.messages.locations import locate, locate_refusal
 from lrlhf.guard import TrainingDivergedError
 from lrlhf.options.complaints import Complaint, read_complaint
-from lrlhf.options.errors import ConfigError, UserError, ValidationError
+from lrlhf.options.errors import ConfigError, MistakeError, RefusedError, UserError, ValidationError
 from lrlhf.options.errors import say_error as _end
 from lrlhf.rewards import RewardError
 from lrlhf.rewards.function import MissingColumnError
@@ -134,7 +133,12 @@ def end(
         case RefusedError():
             return _end_refused(error, files, arguments, debug=debug)
         case UserError():
-            return _end_late(error, files, arguments, debug=debug)
+            cause = error.__cause__
+            assert cause is not None
+            text = str(cause).strip()
+            location = locate_refusal(text.partition("\n")[0], [], files, arguments)
+            text = located(text, *location) + _searched(text, files)
+            return _end(cause, text, status=2, show=debug)
         # the second is what Lightning makes of an interrupt
         case (
             Terminated(interrupted=True)
@@ -202,18 +206,6 @@ def _end_refused(
     text = located(sentence, *locate_refusal(sentence, classes, files, arguments))
     text += _searched(text, files)
     return _end(error, text, status=2, show=debug)
-
-
-def _end_late(
-    error: UserError, files: Sequence[ConfigFile], arguments: Sequence[str], *, debug: bool
-) -> int:
-    """End because of what the user wrote, which only came up in the run."""
-    cause = error.__cause__
-    assert cause is not None
-    text = str(cause).strip()
-    location = locate_refusal(text.partition("\n")[0], [], files, arguments)
-    text = located(text, *location) + _searched(text, files)
-    return _end(cause, text, status=2, show=debug)
 
 
 def _is_about_arguments(error: BaseException) -> bool:

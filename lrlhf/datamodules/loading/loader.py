@@ -30,7 +30,7 @@ from lrlhf.datamodules.loading.sources import Fetching
 from lrlhf.datamodules.rows.media_rows import DeferredMedia
 from lrlhf.media import MediaRefs
 from lrlhf.media.refs import MediaPart, file_digest
-from lrlhf.rollout.balance import partition
+from lrlhf.run.sequence_balancing import partition
 
 _THREADS = 8
 

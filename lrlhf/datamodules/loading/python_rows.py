@@ -176,7 +176,7 @@ def _raw_rows(data: Any) -> Iterator[Any]:
     if isinstance(data, _ArrowTable):
         return iter(_arrow_rows(data))
     if isinstance(data, Mapping):
-        return _column_rows(data)
+        return (dict(zip(data, cells, strict=True)) for cells in zip(*data.values(), strict=True))
     if isinstance(data, Iterable):
         return iter(data)
     if isinstance(data, Rows):
@@ -251,10 +251,6 @@ def rows_of_arrow(table: Any) -> list[dict[str, Any]]:
 def _check_names(data: object, names: Sequence[Any]) -> None:
     if (twice := first_twice(names)) is not None:
         raise BadDataError(f"the {label(data)} has several columns {twice!r}: rename them")
-
-
-def _column_rows(data: Mapping[Any, Any]) -> Iterator[dict[Any, Any]]:
-    return (dict(zip(data, cells, strict=True)) for cells in zip(*data.values(), strict=True))
 
 
 def _check_columns(data: Mapping[Any, Any], what: str) -> None:

@@ -194,7 +194,7 @@ class Conservation(Generic[DraftT]):
         Raises:
             BadRow: It was clearly meant to be read, or learnt.
         """
-        row, base = _usual(row), self._reached(draft)
+        row, base = _normalized_row(row), self._reached(draft)
         marks, read = self._constants.marks, _Read(base)
         # tools are long, and mostly stand in the text as they are
         tools = row.get(_TOOLS)
@@ -563,7 +563,7 @@ def _groups(row: Row, separators: Sequence[str]) -> Iterator[list[_Value]]:
             yield [_Value((column,), Kind(column))]
 
 
-def _usual(row: Row) -> Row:
+def _normalized_row(row: Row) -> Row:
     """Return a row whose turns and tools are as the parsers read them, whatever their form."""
     cells = dict(row)
     for column, cell in row.items():

@@ -34,6 +34,8 @@ def gae(
     *,
     gamma: float = 1.0,
     lam: float = 0.95,
+    length_alpha: float | None = None,
+    value_lam: float | None = None,
     discount: str = "token",
 ) -> Float[Tensor, "B T"]:
     """Generalized advantages of every token under the critic's values.
@@ -47,28 +49,41 @@ def gae(
         inputs: Scores, KL, values and turn rewards of the rollout.
         gamma: Discount per step.
         lam: 0 trusts the critic (one-step errors), 1 the outcome (Monte Carlo).
+        length_alpha: α of a lam that depends on the length l of each response, in place of ``lam``:
+            ``max(0, 1 - 1 / (α l))``; None: ``lam`` for all.
+        value_lam: lam of the critic's targets (decoupled GAE), see `Estimator.of_values`; None: the
+            same as of the advantages.
         discount: "token": every token is a step; "turn": a turn is one, and inside it gamma and lam
             are 1.
 
     Raises:
-        ValueError: There are no values, or ``gamma``, ``lam`` or ``discount`` is out of range.
+        ValueError: There are no values, or ``gamma``, ``lam``, ``length_alpha`` or ``discount`` is
+            out of range.
 
     Reference:
         Schulman et al. 2016, eq. 16, https://arxiv.org/abs/1506.02438; rows that were cut off:
-        Pardo et al. 2018, §4, https://arxiv.org/abs/1712.00378
+        Pardo et al. 2018, §4, https://arxiv.org/abs/1712.00378; length-adaptive lam: Yue et al.
+        2025 (VAPO), §4.2, https://arxiv.org/abs/2504.05118
     """
+    del value_lam  # what `Estimator.of_values` reads
     if inputs.values is None:
         raise ValueError("the estimator gae needs the values of a critic, and there is none")
     scores, values, mask = counted_scores(inputs), inputs.values.detach(), inputs.response_mask
     final_values = None
     if inputs.bootstrap_mask is not None:
         final_values = masked_sum(values, last_tokens(mask), dim=1) * inputs.bootstrap_mask
+    lams: float | Tensor = lam
+    if length_alpha is not None:
+        if not length_alpha > 0:
+            raise ValueError(f"length_alpha is {length_alpha}; it must be above 0, or None")
+        lengths = mask.sum(dim=1).clamp(min=1).to(values.dtype)
+        lams = (1 - 1 / (length_alpha * lengths)).clamp(min=0)
     result = generalized_advantages(
         token_rewards(scores, inputs),
         values,
         mask,
         gamma=gamma,
-        lam=lam,
+        lam=lams,
         step_ends=step_ends(mask, discount),
         final_values=final_values,
     )

@@ -110,7 +110,7 @@ def explained(source: str) -> Iterator[None]:
             raise
         raise SourceError(
             f"source {source!r} comes with Python code of its own, which does not run here unless "
-            "you say so: read it, and set trust_remote_code (generate, chat and serve-policy: "
+            "you say so: read it, and set trust_remote_code (generate and chat: "
             f"{TRUST_FLAG})"
         ) from error
     except (pickle.UnpicklingError, KeyError, EOFError, RuntimeError) as error:

@@ -17,6 +17,7 @@ from lrlhf.datamodules.core import set_names
 from lrlhf.datamodules.preferences import PreferenceDataModule
 from lrlhf.guard import Anomaly, Guard, ReplayedStep, StepBundle
 from lrlhf.models.token_budget import GIB, PEAK_MEMORY, peak_memory
+from lrlhf.modules.base import SingleModelModule
 from lrlhf.modules.checks import refuse_other_batch, uses_loss_scaler
 from lrlhf.modules.metrics.measurement import Measurement
 from lrlhf.modules.metrics.metric_sums import MetricSums
@@ -40,7 +41,6 @@ from lrlhf.modules.pairs.pair_step import (
     score_records,
     step_records,
 )
-from lrlhf.modules.single_model import SingleModelModule
 from lrlhf.run import Collectives, gradients_of, seed_everything_for
 from lrlhf.run.lightning_internals import data_in_use, trainer_of
 from lrlhf.types import PreferenceBatch

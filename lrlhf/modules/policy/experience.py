@@ -14,11 +14,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lrlhf.functional.advantages import has_baseline
-from lrlhf.functional.algorithm import Algorithm, EstimatorInputs
-from lrlhf.functional.importance import IMPORTANCE_MODES, importance_weights
+from lrlhf.functional.algorithm import Algorithm, EstimatorInputs, PolicyLoss, identity
+from lrlhf.functional.importance import IMPORTANCE_MODES, importance_weights, rejection_mask
 from lrlhf.functional.kl import MAX_LOG_RATIO, kl_estimate
 from lrlhf.functional.masking import last_tokens, masked_mean, masked_sum
-from lrlhf.functional.policy import high_entropy_mask
+from lrlhf.functional.policy import high_entropy_mask, token_covariance
+from lrlhf.functional.turns import observation_numbers
 from lrlhf.modules.metrics.metric_sums import MetricSums
 from lrlhf.modules.policy.iteration import Iteration
 from lrlhf.modules.policy.settings import PolicySettings, check_turn_rewards
@@ -138,6 +139,7 @@ def with_advantages(
         kl_coef=it.kl_coef,
         num_generations=settings.num_generations,
         whiten=it.ranks.whiten,
+        sum_over_ranks=it.ranks.sum,
         statistics=statistics,
         columns=experience.columns,
         metrics=it.metrics,
@@ -145,7 +147,9 @@ def with_advantages(
     )
     experience = replace(experience, teacher_advantages=None)
     if settings.sampling.starts_hot and experience.kept_mass is not None:
-        experience = _weighed(experience, it.metrics)
+        experience = _with_temperature_weights(experience, it.metrics)
+    if settings.algorithm.loss.choose is not None:
+        experience = mark_covariant(experience, settings.algorithm.loss, it)
     fraction = settings.update.high_entropy_fraction
     if fraction == 1:
         return experience
@@ -173,7 +177,24 @@ def start_from(
     )
 
 
-def _weighed(experience: Experience, metrics: MetricSums) -> Experience:
+def mark_covariant(experience: Experience, loss: PolicyLoss, it: Iteration) -> Experience:
+    """Let a loss choose tokens of all ranks by their covariance, see `token_covariance`.
+
+    The log-probabilities are those before the update, so that no split of it changes the choice.
+    """
+    before = experience.old_logprobs
+    before = experience.engine_logprobs if before is None else before
+    mask = experience.loss_mask
+    own = torch.stack([before[mask], experience.advantages[mask]]).float().cpu()
+    ranks = it.ranks.gather(own)
+    chosen = loss.choose_tokens(token_covariance(*torch.cat(ranks, dim=1)), seed=it.step)
+    start = sum(each.shape[1] for each in ranks[: it.ranks.rank])
+    marked = torch.zeros_like(mask)
+    marked[mask] = chosen[start : start + own.shape[1]].to(mask.device)
+    return replace(experience, covariant=marked)
+
+
+def _with_temperature_weights(experience: Experience, metrics: MetricSums) -> Experience:
     """Make up for first tokens that were drawn at another temperature.
 
         A_it ← A_it Π_s π(y_is) / q(y_is)
@@ -223,6 +244,7 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
     kl_coef: float,
     num_generations: int,
     whiten: Whiten,
+    sum_over_ranks: Callable[[Tensor], Tensor] = identity,
     statistics: ScoreStatistics = UNSCALED,
     columns: Mapping[str, Tensor] | None = None,
     metrics: MetricSums | None = None,
@@ -246,6 +268,7 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
         kl_coef: Strength of the penalty.
         num_generations: Responses per prompt.
         whiten: Whitens over all ranks.
+        sum_over_ranks: Adds up a tensor over all ranks.
         statistics: What scores, and those of ``algorithm.extra_samples``, are scaled by.
         columns: ``[B]`` each, further ones for the estimator.
         metrics: Told the share of scores and advantages that were clipped.
@@ -278,29 +301,30 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
     scores = _clipped_scores(scores, settings.reward_clip_range, metrics)
     scores = scores.masked_fill(missing, torch.nan)
     estimator = algorithm.estimator
-    advantages = estimator(
-        EstimatorInputs(
-            scores=scores,
-            kl=_kl_in_reward(experience, reward_kl) * loss_mask,
-            response_mask=mask,
-            num_generations=num_generations,
-            kl_coef=kl_coef,
-            baseline_mask=~excluded,
-            values=experience.values,
-            rows=columns,
-            tokens=_token_columns(experience),
-            turn_rewards=_credited_turns(experience, algorithm, settings, statistics),
-            bootstrap_mask=truncated if settings.truncated == "bootstrap" else None,
-        ),
-        (metrics or MetricSums()).add_of_algorithm,
+    inputs = EstimatorInputs(
+        scores=scores,
+        kl=_kl_in_reward(experience, reward_kl) * loss_mask,
+        response_mask=mask,
+        num_generations=num_generations,
+        kl_coef=kl_coef,
+        baseline_mask=~excluded,
+        values=experience.values,
+        rows=columns,
+        tokens=_token_columns(experience),
+        sum_over_ranks=sum_over_ranks,
+        turn_rewards=_credited_turns(experience, algorithm, settings, statistics),
+        observations=_observations(experience) if estimator.uses_observations else None,
+        bootstrap_mask=truncated if settings.truncated == "bootstrap" else None,
     )
+    advantages = estimator(inputs, (metrics or MetricSums()).add_of_algorithm)
     if advantages.shape != mask.shape:
         raise ValueError(
             f"the estimator of algorithm {algorithm.name!r} returned a tensor of shape "
             f"{tuple(advantages.shape)}, expected one advantage per token, {tuple(mask.shape)}: "
             "lrlhf.functional.spread_over_tokens makes it from one per response"
         )
-    returns = _targets(experience, advantages, bootstraps=settings.truncated == "bootstrap")
+    of_values = advantages if estimator.of_values is estimator else estimator.of_values(inputs)
+    returns = _targets(experience, of_values, bootstraps=settings.truncated == "bootstrap")
     scores = scores.masked_fill(excluded, torch.nan)
     scorable = ~scores.isnan()
     if estimator.groups:
@@ -412,6 +436,22 @@ def _credited_turns(
     return statistics.scaled_parts(experience.turn_rewards, settings.scale_rewards)
 
 
+def _observations(experience: Experience) -> Tensor:
+    """`[B, K]`: see `observation_numbers`.
+
+    Raises:
+        ValueError: Rows show pictures, which equal tokens do not tell apart.
+    """
+    if experience.media is not None and any(experience.media):
+        raise ValueError(
+            "the estimator compares turns by the tokens read before them, and these rows show "
+            "images or sounds, whose tokens are all alike: take another algorithm (rloo_turn)"
+        )
+    return observation_numbers(
+        experience.input_ids, experience.attention_mask, experience.response_mask
+    )
+
+
 def _token_columns(experience: Experience) -> dict[str, Tensor]:
     columns = {
         "sampling_logprobs": experience.sampling_logprobs,
@@ -468,17 +508,15 @@ def with_importance_weights(
     if settings is not None:
         rows = torch.ones_like(rows)
     settings = settings or AUTOMATIC
-    if settings.mode == "none" or not rows.any():
+    if not rows.any() or (settings.weights == "none" and not settings.rejection):
         return experience
-    low, high = settings.bounds
-    weights = importance_weights(
-        logprobs,
-        experience.engine_logprobs,
-        experience.response_mask,
-        mode=settings.mode,
-        low=low,
-        high=high,
-    )
+    probabilities = (logprobs, experience.engine_logprobs, experience.response_mask)
+    weights = torch.ones_like(logprobs)
+    if settings.weights != "none":
+        low, high = settings.bounds
+        weights = importance_weights(*probabilities, mode=settings.weights, low=low, high=high)
+    for criterion, (low, high) in settings.rejection.items():
+        weights = weights * rejection_mask(*probabilities, criterion=criterion, low=low, high=high)
     return replace(experience, importance_weights=torch.where(rows[:, None], weights, 1.0))
 
 
@@ -489,10 +527,12 @@ def measure_importance(
     weights = micro.importance_weights
     if weights is None:
         return
-    mode, high = IMPORTANCE_MODES[settings.mode], settings.bounds[1]
-    mask = micro.loss_mask
-    if mode.level == "sequence":
+    mode, mask = IMPORTANCE_MODES.get(settings.weights), micro.loss_mask
+    by_token = any(criterion.startswith("token") for criterion in settings.rejection)
+    if (mode is None or mode.level == "sequence") and not by_token:
         mask = mask & (mask.cumsum(dim=1) == 1)  # one token stands for its response
-    cut = weights >= high if mode.truncates else weights == 0
+    cut = weights == 0
+    if mode is not None and mode.truncates:
+        cut = cut | (weights >= settings.bounds[1])
     metrics.add("importance/weight_mean", masked_sum(weights, mask), mask.sum())
     metrics.add("importance/cut_fraction", (cut & mask).sum(), mask.sum())

@@ -267,7 +267,7 @@ class Iteration:
         """Iterations before this one, of which its seeds are made."""
         self.ranks = Collectives(module.trainer)
         self.metrics = MetricSums()
-        self.kl_coef = 0.0
+        self.kl_coef = self.entropy_coef = 0.0
         """Strength of the KL penalty."""
         self.exact = True
         """Whether the engine's log-probabilities are the policy's own."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel
@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.functional.algorithm import PolicyLoss, log_metric_of
-from lrlhf.functional.kl import kl_estimate
+from lrlhf.functional.kl import kl_estimate, unbiased_kl_estimate
 from lrlhf.functional.masking import masked_mean
-from lrlhf.functional.policy import aggregate
+from lrlhf.functional.policy import aggregate, off_policy_sequence_mask
 from lrlhf.functional.value_loss import clipped_value_loss
 from lrlhf.guard.anomalies import StepWatch
 from lrlhf.models import SequenceOutputs, loss_tokens, sequence_logprobs, sequence_outputs
@@ -95,6 +95,7 @@ def policy_loss(  # noqa: PLR0913  the terms of the objective
     entropy: Tensor | None = None,
     divergence: Tensor | None = None,
     teacher_coef: float = 0.0,
+    off_policy_threshold: float | None = None,
     metrics: MetricSums | None = None,
 ) -> LossTerms:
     """Loss of a micro-batch, as its share of the loss of the whole optimizer step.
@@ -105,13 +106,15 @@ def policy_loss(  # noqa: PLR0913  the terms of the objective
             each token's gradient in the policy term; no other term, and no denominator.
         loss: With its options in place.
         entropy_coef: Weight of the entropy bonus.
-        kl_estimator: k2 or k3.
+        kl_estimator: k2, k3 or unbiased.
         kl_coef: Strength of the KL term of the loss; 0 where the penalty is in the reward.
         totals: Rows and tokens of the whole optimizer step.
         max_new_tokens: Constant length of Dr. GRPO's normalisation.
         entropy: `[B, T]` of the current policy; None: no bonus.
         divergence: `[B, T]` from its teacher, with gradient; None: there is none in the loss.
         teacher_coef: Weight of the divergence.
+        off_policy_threshold: See `off_policy_sequence_mask`; None: no response is dropped. One that
+            is dropped still counts in the denominators.
         metrics: Receives what the loss logs.
     """
     mask = experience.loss_mask
@@ -120,13 +123,27 @@ def policy_loss(  # noqa: PLR0913  the terms of the objective
     advantages, weights = experience.advantages, experience.importance_weights
     per_response = loss.level == "sequence"
     weighted = logprobs
+    of_responses = masked_mean(advantages, experience.response_mask, dim=1)
     if per_response:
-        advantages = masked_mean(advantages, experience.response_mask, dim=1)
+        advantages = of_responses
         weighted = _with_weighted_gradient(logprobs, weights)
-    logs = log_metric_of(loss.function, (metrics or MetricSums()).add_of_algorithm)
-    values = loss.function(weighted, old, advantages, selected, **loss.options, **logs)
+    metrics = metrics or MetricSums()
+    further: dict[str, Any] = {**log_metric_of(loss.function, metrics.add_of_algorithm)}
+    if loss.choose is not None:
+        further["covariant"] = experience.covariant
+    values = loss.function(weighted, old, advantages, selected, **loss.function_options, **further)
     if weights is not None and not per_response:
         values = values * weights
+    if off_policy_threshold is not None:
+        keep = off_policy_sequence_mask(
+            logprobs,
+            experience.engine_logprobs,
+            of_responses,
+            mask,
+            threshold=off_policy_threshold,
+        )
+        metrics.add_values("policy/off_policy_fraction", (~keep)[experience.counted].float())
+        values = torch.where(keep if per_response else keep[:, None], values, 0.0)
 
     def share(term: Tensor, mask: Tensor, tokens: Tensor) -> Tensor:
         mode = loss.term_aggregate
@@ -145,7 +162,10 @@ def policy_loss(  # noqa: PLR0913  the terms of the objective
     zero = policy.detach() * 0
     kl = zero
     if kl_coef > 0 and experience.ref_logprobs is not None:
-        estimate = kl_estimate(logprobs, experience.ref_logprobs, estimator=kl_estimator)
+        if kl_estimator == "unbiased":
+            estimate = unbiased_kl_estimate(logprobs, experience.ref_logprobs, old)
+        else:
+            estimate = kl_estimate(logprobs, experience.ref_logprobs, estimator=kl_estimator)
         kl = share(estimate, mask, totals.tokens)
     bonus = zero if entropy is None else share(entropy, mask, totals.tokens)
     taught = zero if divergence is None else share(divergence, mask, totals.tokens)
@@ -293,7 +313,7 @@ class PolicyStep:
             micro,
             temperature=settings.sampling.temperature,
             chunk_size=update.logprob_chunk,
-            entropy=update.entropy_coef > 0,
+            entropy=it.entropy_coef > 0,
             value_head=value_head,
             router_loss=update.router_loss_coef > 0,
             teacher=teacher.rows if teacher else None,
@@ -312,7 +332,7 @@ class PolicyStep:
             out.logprobs,
             micro,
             loss=loss,
-            entropy_coef=update.entropy_coef,
+            entropy_coef=it.entropy_coef,
             kl_estimator=settings.reference.kl_estimator or "k3",
             kl_coef=0.0 if settings.kl_in_reward else it.kl_coef,
             totals=totals,
@@ -320,6 +340,7 @@ class PolicyStep:
             entropy=out.entropy,
             divergence=out.teacher and out.teacher.divergence,
             teacher_coef=teacher.settings.coef if teacher else 0.0,
+            off_policy_threshold=update.off_policy_threshold,
             metrics=it.metrics,
         )
         total = terms.loss

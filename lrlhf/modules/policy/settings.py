@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
@@ -199,6 +199,12 @@ def _check_groups(settings: PolicySettings) -> None:
             f"{who} compares the responses to one prompt, but num_generations is {size}; the "
             "nearest value is 2"
         )
+    k = estimator.options.get("k")
+    if isinstance(k, int) and not 1 <= k <= size:
+        raise ValueError(
+            f"advantage.options k is {k}, and the estimator {_estimator_name(settings)!r} takes k "
+            f"of num_generations responses, which is {size}"
+        )
 
 
 def _check_sampling(settings: PolicySettings) -> None:
@@ -350,6 +356,11 @@ def _check_penalty(settings: PolicySettings) -> None:
             "not known to subtract inputs.kl, so the penalty would be lost: drop placement, or "
             "pass an Estimator with uses_kl=True"
         )
+    if reference.kl_estimator == "unbiased" and settings.kl_in_reward:
+        raise ValueError(
+            "reference.kl_estimator is unbiased, which weighs a gradient, and the penalty is in "
+            "the reward, which has none: take k1 there, or reference.placement: loss"
+        )
     if reference.kl_estimator == "k1" and not settings.kl_in_reward:
         raise ValueError(
             "reference.kl_estimator is k1 and the penalty is in the loss, where its gradient is "
@@ -415,7 +426,7 @@ def assemble_algorithm(
 
 
 def _with_estimator_options(estimator: Estimator, name: str, advantage: Advantage) -> Estimator:
-    _check_options(f"advantage.options (estimator {name})", estimator.function, advantage.options)
+    _check_options(f"advantage.options (estimator {name})", [estimator.function], advantage.options)
     level = estimator.normalize
     if advantage.normalize is not None:
         default: Literal["token", "sequence"] = "token" if estimator.per_turn else "sequence"
@@ -424,7 +435,8 @@ def _with_estimator_options(estimator: Estimator, name: str, advantage: Advantag
 
 
 def _with_loss_options(loss: PolicyLoss, update: Update) -> PolicyLoss:
-    _check_options(f"update.options (loss {loss.name})", loss.function, update.options)
+    functions = [loss.function, *([loss.choose] if loss.choose else [])]
+    _check_options(f"update.options (loss {loss.name})", functions, update.options)
     for name, is_set in (
         ("aggregate", update.aggregate is not None),
         ("high_entropy_fraction", update.high_entropy_fraction < 1),
@@ -439,13 +451,19 @@ def _with_loss_options(loss: PolicyLoss, update: Update) -> PolicyLoss:
     )
 
 
-def _check_options(where: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Refuse options that the function does not have, before a rollout was paid for."""
-    parameters = inspect.signature(function).parameters.values()
+def _check_options(
+    where: str, functions: Sequence[Callable[..., Any]], options: Mapping[str, Any]
+) -> None:
+    """Refuse options that none of the functions has, before a rollout was paid for."""
+    parameters = [
+        parameter
+        for function in functions
+        for parameter in inspect.signature(function).parameters.values()
+    ]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
     keywords = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
-    known = [name for name in keywords if name != LOG_METRIC]
+    known = [name for name in keywords if name not in (LOG_METRIC, "covariant")]
     for name in options:
         if name not in known:
             raise unknown_name(f"option in {where}", name, known)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.guard.anomalies import StepWatch, locate, locate_in
 from lrlhf.guard.dump import StepBundle
-from lrlhf.models import cached_vision_features, packs, plain_model
+from lrlhf.models import cached_vision_features, packs, placeholder_ids, plain_model
 from lrlhf.modules.base import SteppedOptimizer
 from lrlhf.modules.policy.iteration import Iteration
 from lrlhf.rollout import plan_micro_batches as plan_own
@@ -208,12 +208,14 @@ def plan_micro_batches(
         shared: Whether rows of one group may share what they begin with.
     """
     limit = it.module.token_budget.limit(max_tokens, it.device)
+    plain = [plain_model(model) for model in models]
     plan = partial(
         plan_own,
         part,
         max_tokens=limit,
-        packed=all(packs(plain_model(model), part) for model in models),
+        packed=all(packs(model, part) for model in plain),
         shared=shared,
+        placeholders=placeholder_ids(plain[0].config),
     )
     own = plan()
     if it.ranks.world_size == 1 or limit is None:

@@ -85,12 +85,18 @@ class ImageTokenizer:
             return ContextTokens(ids)
         marks = [token for token in ids if token in self._marks]
         if marks != [self._mark] * len(images):
+            remedy = (
+                "a chat template that shows only the newest images goes with episodes.history: "
+                "tokens, or with an agent that leaves the others out itself; else give one that "
+                "shows those of every role"
+                if len(marks) < len(images)
+                else "leave the model's marks out of plain text, and show videos and audio only in "
+                "prompts to which nothing is added"
+            )
             raise MediaError(
                 "placeholder count",
                 f"the text has {len(marks)} marks of media for {len(images)} images",
-                remedy="give a chat_template that shows the images of every role, leave the "
-                "model's marks out of plain text, and show videos and audio only in prompts to "
-                "which nothing is added",
+                remedy=remedy,
             )
         waiting, expanded, media = iter(images), list[int](), []
         for token in ids:
@@ -111,8 +117,7 @@ class ImageTokenizer:
             if not self.follows:
                 raise MediaError(
                     "images of several turns",
-                    f"{type(self._processor.processor).__name__} encodes an image by itself "
-                    "otherwise than beside others",
+                    self._processor.not_alone,
                     remedy="show images in the prompts of the data only, and list the "
                     "descriptions of tools in data.tools",
                 )
@@ -422,7 +427,7 @@ class ContextUpdater:
                 images = (*state.images, *shown)
             state.set_prompt(prompt, tokens, images)
         except (RefusedTurnsError, MediaError) as error:
-            state.fail(str(error))
+            state.fail(_with_remedy(error))
         if longest is not None and len(state.context) >= longest:
             state.fail(f"the prompt has {len(state.context)} tokens, and the model reads {longest}")
             # the last token: the first may stand for an image
@@ -445,7 +450,7 @@ class ContextUpdater:
                     state.prompt, state.history, messages, state.row, state.context[-1]
                 )
         except (RefusedTurnsError, MediaError) as error:
-            state.fail(str(error))
+            state.fail(_with_remedy(error))
             return False
         length = len(tokens.ids)
         fits = longest is None or len(state.context) + length < longest
@@ -475,3 +480,8 @@ class ContextUpdater:
         self._dialogue.check_roles(state.messages, reaction.messages, state.row)
         messages = [*state.messages, *reaction.messages]
         return self._dialogue.conversation_tokens(messages, state.row, state.turn_ids)
+
+
+def _with_remedy(error: RefusedTurnsError | MediaError) -> str:
+    remedy = error.remedy if isinstance(error, MediaError) else ""
+    return f"{error}; {remedy}" if remedy else str(error)

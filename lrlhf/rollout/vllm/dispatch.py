@@ -65,7 +65,7 @@ class TokenRequest:
         prompt_ids: The prompt as the policy reads it, which the server must return.
         sampling_params: Fields of vLLM's SamplingParams.
         short_ids: The prompt with one placeholder token for each of the ``parts``.
-        parts: Images and audio, see `lrlhf.rollout.vllm.media.content_parts`.
+        parts: Images and audio, see `lrlhf.rollout.vllm.vllm_base.content_parts`.
         route: What caches know the prompt by: ``short_ids``, with a picture in the place of its
             placeholder.
     """

@@ -19,7 +19,6 @@ from lrlhf.rollout.engines.engine import Capabilities
 from lrlhf.rollout.engines.synced_engine import EngineFailure, Request
 from lrlhf.rollout.responses import Response
 from lrlhf.rollout.sampling import Sampling
-from lrlhf.rollout.vllm.media import media_argument
 from lrlhf.rollout.vllm.rank_group import RankGroup, check_group_size
 from lrlhf.rollout.vllm.vllm_base import (
     RANK_WORKER,
@@ -27,6 +26,7 @@ from lrlhf.rollout.vllm.vllm_base import (
     check_positive,
     import_vllm,
     is_cpu,
+    media_argument,
     read_response,
     response_arguments,
     sampling_arguments,
@@ -190,7 +190,6 @@ class VLLMEngine(VLLMBase):
         if not self._llm.reset_prefix_cache():
             raise EngineFailure("vLLM did not reset its prefix cache: requests are still running")
         self._llm.llm_engine.reset_encoder_cache()
-        self._llm.reset_mm_cache()
 
     # ------------------------------------------------------------------ ranks that share an engine
 

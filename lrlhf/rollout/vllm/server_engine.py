@@ -25,7 +25,6 @@ from lrlhf.rollout.responses import Response
 from lrlhf.rollout.sampling import Sampling
 from lrlhf.rollout.vllm.client import Address, ServerClient, ServerResponseError
 from lrlhf.rollout.vllm.dispatch import Router, Targets, TokenRequest, Traffic, respond
-from lrlhf.rollout.vllm.media import content_parts
 from lrlhf.rollout.vllm.servers import (
     ExternalServer,
     Fleet,
@@ -41,6 +40,7 @@ from lrlhf.rollout.vllm.vllm_base import (
     check_positive,
     check_transport,
     command_line,
+    content_parts,
     import_transfer,
     is_cpu,
     response_arguments,
@@ -600,6 +600,10 @@ class VLLMServerEngine(VLLMBase):
                 }
                 route = tuple(next(urls.get(token, iter(())), token) for token in request.short_ids)
             parameters = response_arguments(request, shared)
+            if media is not None and self._in_flight:
+                # workers are not sent images whose keys and values are cached, and vLLM 0.32 fails
+                # when an update has these computed again
+                parameters["skip_reading_prefix_cache"] = True
             token_requests.append(
                 TokenRequest(request.prompt_ids, parameters, request.short_ids, route, parts)
             )

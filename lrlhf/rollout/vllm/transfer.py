@@ -190,8 +190,11 @@ class SyncClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
         flight they are paused, and their keys and values are computed again afterwards. Until the
         end the weights have no version, as an update that fails leaves them mixed.
         """
-        mode = "keep&clear_cache=true" if self.in_flight else "abort&clear_cache=false"
-        self._post(f"pause?mode={mode}")
+        self._post(f"pause?mode={'keep' if self.in_flight else 'abort'}&clear_cache=false")
+        if self.in_flight:
+            # clear_cache would forget what the processor made of images, on which a request that
+            # arrives meanwhile may rely
+            self._post("reset_prefix_cache?reset_running_requests=true")
         self._post("update_weight_version", {"new_version": f"{self.version}, incomplete"})
         super().start_weight_update()
 

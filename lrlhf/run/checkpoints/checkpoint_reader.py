@@ -81,7 +81,7 @@ def flaw_of(path: Path, *, index: int = 0, count: int = 1) -> str:
 
     Of ``count`` shares of it the one at ``index`` is read; what was found whole is not read again.
     The share of a folder is what the rank of that index wrote, and is going to load if there are
-    as many ranks as then: it stays in memory for `take_kept`.
+    as many ranks as then: it stays in memory for `pop_verified_files`.
 
     Raises:
         OSError: It is there and cannot be read now, which tells nothing of its bytes.
@@ -103,7 +103,7 @@ def mark_intact(path: Path) -> None:
     _intact.add(_stamp(path))
 
 
-def take_kept(folder: Path) -> Mapping[Path, bytes]:
+def pop_verified_files(folder: Path) -> Mapping[Path, bytes]:
     """Hand over the files of a folder that this rank read to verify them, for the only time."""
     return _kept.pop(folder.resolve(), {})
 
@@ -129,7 +129,7 @@ def _file_flaw(path: Path, index: int, count: int) -> str:
                 return "it is an archive of another kind"
             for entry in archive.infolist()[index::count]:
                 at = f"part {entry.filename}"
-                _read_through(archive, entry)
+                _verify_checksum(archive, entry)
         at = "list of parts"  # which torch reads more strictly than zipfile does
         torch.load(path, map_location="meta", weights_only=True, mmap=True)
     except pickle.UnpicklingError:
@@ -147,7 +147,7 @@ def _file_flaw(path: Path, index: int, count: int) -> str:
     return ""
 
 
-def _read_through(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
+def _verify_checksum(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
     """Read a part to its end, where zipfile compares its checksum."""
     with archive.open(entry) as stream:
         while stream.read(_BLOCK):
@@ -167,8 +167,8 @@ def _folder_flaw(folder: Path, index: int, count: int) -> str:
             raise ValueError(f"{outside[0]!r} is no name of a file")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its {CHECKSUMS_FILE} cannot be read: {error}"
-    own = {name: about for name, about in files.items() if _writer_of(name) % count == index}
-    keep = count > 1 and _have_room(sum(size for size, _ in own.values()) * count)
+    own = {name: about for name, about in files.items() if _rank_of_file(name) % count == index}
+    keep = count > 1 and _fits_in_memory(sum(size for size, _ in own.values()) * count)
     return _flaw_of_files(folder, own, keep=keep)
 
 
@@ -193,13 +193,13 @@ def _flaw_of_files(folder: Path, files: Mapping[str, tuple[int, str]], *, keep: 
     return ""
 
 
-def _writer_of(name: str) -> int:
+def _rank_of_file(name: str) -> int:
     """Return the rank that wrote a file of a folder; rank zero has what is not split."""
     named = re.match(r"__(\d+)_", name)
     return int(named[1]) if named else 0
 
 
-def _have_room(size: int) -> bool:
+def _fits_in_memory(size: int) -> bool:
     """Tell whether main memory has room for so many bytes, half of what is free left alone."""
     return bool(size <= psutil.virtual_memory().available / 2)
 
@@ -269,7 +269,7 @@ def read_folder(folder: Path, *, lazy: bool) -> dict[str, Any]:
             f"{folder} is no checkpoint: its {META_FILE} holds something else"
         )
     tensors = None
-    reader = FolderReader(folder, take_kept(folder))
+    reader = FolderReader(folder, pop_verified_files(folder))
     if not lazy:
         tensors = _read(reader, list(reader.read_metadata().state_dict_metadata))
     return {name: _put_back(part, reader, tensors) for name, part in marked.items()}

@@ -96,7 +96,7 @@ class Termination(L.Callback):
         self._step = trainer.global_step
         self._accumulates = False
         self._requeue = replace_signal_handlers(
-            trainer, self._take_note, self._take_note_of_requeue
+            trainer, self._note_signal, self._note_requeue_signal
         )
         at_teardown(trainer, self._leave_ctrl_c)
 
@@ -131,7 +131,7 @@ class Termination(L.Callback):
         if trainer.state.fn == "fit" and not self._accumulates:
             self._compare_notes(trainer)
 
-    def _take_note(self, signum: int, _: FrameType | None) -> None:
+    def _note_signal(self, signum: int, _: FrameType | None) -> None:
         launcher = self._trainer.strategy.launcher
         if launcher is not None and not self._ending:
             launcher.kill(signum)
@@ -151,7 +151,7 @@ class Termination(L.Callback):
             signal.signal(signal.SIGINT, self._before)
             self._before = None
 
-    def _take_note_of_requeue(self, signum: int, _: FrameType | None) -> None:
+    def _note_requeue_signal(self, signum: int, _: FrameType | None) -> None:
         self._requeue_signal = signum
 
     def _compare_notes(self, trainer: L.Trainer) -> None:
@@ -229,7 +229,7 @@ def _usable_afterwards(run: Callable[..., R]) -> Callable[..., R]:
         call = signature.bind(self, *args, **options).arguments
         with quiet(), _put_back(self, call.get("model")):
             if run.__name__ == "fit" and call.get("ckpt_path") is None and self.global_step > 0:
-                _logger.info("%s", _what_another_fit_does(self))
+                _logger.info("%s", _next_fit_sentence(self))
             return run(self, *args, **options)
 
     return running
@@ -291,7 +291,7 @@ def _put_back(trainer: L.Trainer, model: L.LightningModule | None) -> Iterator[N
             except Exception:  # the one that ended the run is what the user has to know
                 _logger.warning("teardown of %s failed too", type(model).__name__, exc_info=True)
         if _is_interrupt(error):
-            raise Interrupted(_how_to_go_on(trainer)) from None
+            raise Interrupted(_continuation_sentence(trainer)) from None
         raise
 
 
@@ -302,7 +302,7 @@ def _is_interrupt(error: BaseException) -> bool:
     return isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt)
 
 
-def _how_to_go_on(trainer: L.Trainer) -> str:
+def _continuation_sentence(trainer: L.Trainer) -> str:
     if trainer.state.fn != "fit":
         return "interrupted"
     step, path = trainer.global_step, checkpoint_to_continue(trainer)
@@ -323,7 +323,7 @@ def checkpoint_to_continue(trainer: L.Trainer) -> Path | None:
     return None
 
 
-def _what_another_fit_does(trainer: L.Trainer) -> str:
+def _next_fit_sentence(trainer: L.Trainer) -> str:
     progress: Any = trainer.fit_loop.epoch_progress.current
     step, epochs = trainer.global_step, progress.processed
     if 0 <= trainer.max_steps <= step:

@@ -22,7 +22,7 @@ from lrlhf.apps.cluster import rewards as rewards_module
 from lrlhf.apps.cluster.connection import ENVIRONMENT
 from lrlhf.apps.cluster.guarded_program import GuardedProgram
 from lrlhf.apps.cluster.rewards import RayRewards, RewardWorker, packed, unpacked
-from lrlhf.apps.cluster.trainers import TrainerStatus, _attend
+from lrlhf.apps.cluster.trainers import TrainerStatus, _wait_for_program
 from lrlhf.media import Audio, Video
 from lrlhf.noted_signals import noted_signals
 from lrlhf.rewards import Rewards, completion_segments
@@ -208,7 +208,7 @@ class Ends:
 
 def test_a_program_that_has_not_begun_is_asked_to_end_again() -> None:
     program: Any = Ends(after=3)
-    assert _attend(program, lambda: (True, None)) == 7
+    assert _wait_for_program(program, lambda: (True, None)) == 7
     assert program.told == 3
     assert not program.stopped
 
@@ -219,7 +219,7 @@ def test_a_trainer_ends_as_the_first_of_the_others_has(
 ) -> None:
     monkeypatch.setitem(trainers._OTHERS_SECONDS, first, 0.01)
     program: Any = Ends(after=3)
-    assert _attend(program, lambda: (False, first)) == first
+    assert _wait_for_program(program, lambda: (False, first)) == first
     assert program.stopped
 
 
@@ -228,7 +228,7 @@ def test_a_trainer_that_hangs_though_another_is_through_is_lost(
 ) -> None:
     monkeypatch.setitem(trainers._OTHERS_SECONDS, 0, 0.01)
     with pytest.raises(trainers.TrainerLostError, match="does not end"):
-        _attend(Ends(after=3), lambda: (False, 0))  # type: ignore[arg-type]
+        _wait_for_program(Ends(after=3), lambda: (False, 0))  # type: ignore[arg-type]
 
 
 def test_a_trainer_sees_no_gpu_without_a_share_of_one_and_waits_for_its_folder() -> None:

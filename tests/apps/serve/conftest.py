@@ -21,7 +21,7 @@ from PIL import Image
 from transformers import LlamaForSequenceClassification, PreTrainedTokenizerBase
 
 from lrlhf.apps.serve import QueueOptions, RequestLimits, RewardService
-from lrlhf.apps.serve.server import new_server
+from lrlhf.apps.serve.app import new_server
 from lrlhf.models import ScoreModel
 from lrlhf.rewards import LearnedReward
 from tests.conftest import build_language_model

@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+import lrlhf.apps.serve.app as server_module
 import lrlhf.apps.serve.batcher as batcher
-import lrlhf.apps.serve.server as server_module
 from lrlhf import web
 from lrlhf.rewards import LearnedReward
 from lrlhf.web import holds_more_values

@@ -20,14 +20,9 @@ from openai import OpenAI
 
 from lrlhf import web
 from lrlhf.environments import agents
-from lrlhf.environments.agents import (
-    MAX_BODY_BYTES,
-    ChatAnswer,
-    ChatEndpoint,
-    PendingRequest,
-    call_ids,
-)
+from lrlhf.environments.agents import ChatAnswer, ChatEndpoint, PendingRequest, call_ids
 from lrlhf.environments.session import TurnPrompt, TurnTokens
+from lrlhf.media import MediaOptions
 from tests.environments.agents.policy import ADD, serving
 from tests.forked import run
 
@@ -141,16 +136,10 @@ def test_a_wrong_key_is_told_in_the_format_of_the_api(endpoint: ChatEndpoint, ke
         OpenAI(base_url=base_url, api_key="wrong").models.list()
 
 
-def test_a_question_can_be_refused(endpoint: ChatEndpoint) -> None:
-    answer = post(endpoint, {"messages": HI}, lambda question: question.refuse("too long"))
-    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "too long")
-
-
 def test_a_question_that_was_given_up_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     question = PendingRequest(TurnPrompt(()))
     question.give_up()
     assert not question.start()
-    question.refuse("too long")
     question.answer(ChatAnswer(SAYS))
     assert caplog.messages == []
 
@@ -161,8 +150,14 @@ def test_an_unforeseen_error_is_told_in_the_format_of_the_api(endpoint: ChatEndp
     assert answer.json()["error"]["type"] == "server_error"
 
 
-@pytest.mark.parametrize("declared", [True, False])
-def test_a_body_that_is_too_large_is_refused(endpoint: ChatEndpoint, declared: bool) -> None:
+@pytest.mark.parametrize(
+    ("declared", "media", "megabytes"),
+    [(True, None, 8), (False, None, 8), (True, MediaOptions(), 64)],
+)
+def test_a_body_that_is_too_large_is_refused(
+    endpoint: ChatEndpoint, declared: bool, media: MediaOptions | None, megabytes: int
+) -> None:
+    endpoint.media = media
     base_url, key = endpoint.enter(Answers(ChatAnswer(SAYS)))
     start = json.dumps({"messages": HI}).encode()
 
@@ -173,12 +168,13 @@ def test_a_body_that_is_too_large_is_refused(endpoint: ChatEndpoint, declared: b
         return client.post(f"{base_url}/chat/completions", content=content, headers=headers)
 
     with httpx.Client() as client:
-        told = ask(MAX_BODY_BYTES + 1)
+        told = ask(megabytes * 10**6 + 1)
         # the length of chunks is not known before they have come
         statuses = (413, 200) if declared else (411, 411)
-        assert (told.status_code, ask(MAX_BODY_BYTES).status_code) == statuses
+        assert (told.status_code, ask(megabytes * 10**6).status_code) == statuses
     if declared:
-        assert told.json()["error"]["message"].startswith("the body has more than 8 MB")
+        message = told.json()["error"]["message"]
+        assert message.startswith(f"the body has more than {megabytes} MB")
 
 
 @contextlib.contextmanager
@@ -347,22 +343,6 @@ def test_only_this_machine_reaches_it(endpoint: ChatEndpoint) -> None:
     # another address of this machine, on which a server at 0.0.0.0 would answer
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port), timeout=5)
-
-
-@pytest.mark.parametrize(
-    ("host", "shown", "warns"), [("::1", "[::1]", False), ("0.0.0.0", "127.0.0.1", True)]
-)
-def test_the_base_url_can_be_used(
-    host: str, shown: str, warns: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    endpoint = ChatEndpoint(host)
-    try:
-        with client_of(endpoint, None) as client:
-            assert [model.id for model in client.models.list()] == ["policy"]
-    finally:
-        endpoint.close()
-    assert str(client.base_url).startswith(f"http://{shown}:")
-    assert any("other machines can reach" in one for one in caplog.messages) == warns
 
 
 def port_is_free(base_url: str) -> bool:

@@ -127,6 +127,30 @@ def preferences(folder: str) -> Iterator[dict[str, Any]]:
         yield result(trainer, loss, loss_type=loss_type, beta=beta)
 
 
+def further_losses(folder: str) -> Iterator[dict[str, Any]]:
+    rows = [
+        dict(zip(("prompt_ids", "chosen_ids", "rejected_ids"), one, strict=True)) for one in PAIRS
+    ]
+    texts = [{"prompt": "w5", "chosen": "w6", "rejected": "w7"}]
+    for loss_type, beta, options in (
+        ("robust", 0.3, {"label_smoothing": 0.1}),
+        ("exo_pair", 0.3, {"label_smoothing": 0.01}),
+        *((name, 0.3, {}) for name in ("nca_pair", "bco_pair", "sppo_hard")),
+        *((name, 0.3, {}) for name in ("apo_zero", "apo_down", "discopop")),
+        ("sigmoid", 0.3, {"ld_alpha": 0.4}),
+    ):
+        trainer = DPOTrainer(
+            model(1),
+            ref_model=model(2),
+            args=DPOConfig(output_dir=folder, loss_type=loss_type, beta=beta, **options, **OPTIONS),
+            train_dataset=Dataset.from_list(texts),
+            processing_class=tokenizer(),
+        )
+        loss = trainer.compute_loss(trainer.model.train(), trainer.data_collator(rows))
+        found = result(trainer, loss, loss_type=loss_type, beta=beta, **options)
+        yield {**found, "gradients": found["gradients"]["lm_head.weight"], "metrics": {}}
+
+
 def reference_free(folder: str) -> Iterator[dict[str, Any]]:
     """CPO's losses, of which SimPO is one; the others, without its NLL term, are cDPO's."""
     texts = [{"prompt": "w5", "chosen": "w6", "rejected": "w7"}]
@@ -194,6 +218,7 @@ def main() -> None:
             "sft": list(supervised(folder)),
             "dpo": list(preferences(folder)),
             "cpo": list(reference_free(folder)),
+            "further": list(further_losses(folder)),
         }
     path = Path(__file__).parent / "trl_training.json"
     path.write_text(json.dumps(rounded(record)) + "\n")

@@ -275,13 +275,15 @@ def languages(rows: Sequence[AuditedRow]) -> tuple[list[Finding], list[Measure]]
     more = f" and {len(known) - 8} more" if len(known) > 8 else ""
     what = "languages (rows)" if len(rows) == all_rows else f"languages ({len(rows):,} rows drawn)"
     measures = [Measure(what, listed + more, of=len(rows))] if known else []
-    findings = MIXED.findings_of(_mixed(spoken), len(rows))
+    findings = MIXED.findings_of(_rows_of_mixed_languages(spoken), len(rows))
     if known and known.most_common(1)[0][1] >= _MAIN * known.total():
-        findings += RARE.findings_of(_rare(spoken, known.most_common(1)[0][0]), len(rows))
+        findings += RARE.findings_of(
+            _rows_of_rare_languages(spoken, known.most_common(1)[0][0]), len(rows)
+        )
     return findings, measures
 
 
-def _mixed(
+def _rows_of_mixed_languages(
     spoken: Sequence[tuple[AuditedRow, str | None, list[str | None]]],
 ) -> Iterator[FlaggedRow]:
     for row, prompt, answers in spoken:
@@ -290,7 +292,7 @@ def _mixed(
             yield FlaggedRow(row.split, row.place, f"prompt {prompt}, answer {others[0]}")
 
 
-def _rare(
+def _rows_of_rare_languages(
     spoken: Sequence[tuple[AuditedRow, str | None, list[str | None]]], main: str
 ) -> Iterator[FlaggedRow]:
     for row, prompt, answers in spoken:

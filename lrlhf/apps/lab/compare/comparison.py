@@ -146,24 +146,19 @@ def _matched(
     both = {name: columns for name, columns in values.items() if all(map(_any_finite, columns))}
     prompts = [_prompt(key, a[0][key], b[0][key]) for key in keys]
     most = [max(max(most_samples(own).values()) for own in side) for side in sides]
-    no_shares = _with_other_values([*sides[0], *sides[1]])
-    binary = frozenset(n for n in both if is_share_of_answers(n) or n not in no_shares)
-    return Matched(
-        *(prompts, _without_copies(both), (most[0], most[1]), binary, by, unmatched),
-        missing=tuple(name for name in values if name not in both),
-    )
-
-
-def _with_other_values(runs: Sequence[Groups]) -> set[str]:
-    """Return the metrics that are neither 0 nor 1 on some sample."""
-    return {
+    no_shares = {
         f"{sample.label}{name}"
-        for own in runs
+        for own in [*sides[0], *sides[1]]
         for samples in own.values()
         for sample in samples
         for name, value in sample.values.items()
         if value not in (0.0, 1.0)
     }
+    binary = frozenset(n for n in both if is_share_of_answers(n) or n not in no_shares)
+    return Matched(
+        *(prompts, _without_copies(both), (most[0], most[1]), binary, by, unmatched),
+        missing=tuple(name for name in values if name not in both),
+    )
 
 
 def _without_copies(
@@ -409,7 +404,7 @@ def _subsets(column: str, matched: Matched) -> dict[str, NDArray[np.bool_]]:
     different = sorted(set(map(str, values)), key=lambda text: (len(text), text))
     if len(different) > _MOST_SUBSETS:
         if all(isinstance(value, int | float) for value in values):
-            return _quarters(column, np.array(values, dtype=np.float64))
+            return _quartile_masks(column, np.array(values, dtype=np.float64))
         raise ValueError(
             f"column '{column}' has {len(different)} different values; subsets are made of up to "
             f"{_MOST_SUBSETS}, or of numbers"
@@ -418,7 +413,7 @@ def _subsets(column: str, matched: Matched) -> dict[str, NDArray[np.bool_]]:
     return {f"{column}={value}": texts == value for value in different}
 
 
-def _quarters(column: str, values: NDArray[np.float64]) -> dict[str, NDArray[np.bool_]]:
+def _quartile_masks(column: str, values: NDArray[np.float64]) -> dict[str, NDArray[np.bool_]]:
     """Split numbers at their quartiles."""
     ends = np.unique(np.quantile(values, [0, 0.25, 0.5, 0.75, 1]))
     quarters = {}

@@ -9,8 +9,14 @@ import numpy as np
 
 from lrlhf.apps.lab.compare import sentences
 from lrlhf.apps.lab.compare.comparison import Power, Row, RunComparison, scores_of
-from lrlhf.apps.lab.compare.configs import ConfigDiff
-from lrlhf.apps.lab.compare.report import Report, config_sentences, cost_rows, family_note, notes
+from lrlhf.apps.lab.compare.report import (
+    ConfigDiff,
+    Report,
+    config_sentences,
+    cost_rows,
+    family_note,
+    notes,
+)
 from lrlhf.apps.lab.page import Chart, Section, Table, Text, write_page
 from lrlhf.apps.lab.page.page import Cell
 from lrlhf.statistics import power

@@ -71,7 +71,7 @@ def scope(comparison: RunComparison, a: str = "A", b: str = "B") -> str:
 
 def notes(comparison: RunComparison, a: str = "A", b: str = "B") -> Iterator[str]:
     """Say what one should know before one believes the figures."""
-    yield from _untrained(comparison, a, b)
+    yield from _untrained_sentences(comparison, a, b)
     yield from _left_out(comparison)
     row, matched = comparison.main, comparison.matched
     if matched.by == "text":
@@ -99,7 +99,7 @@ def notes(comparison: RunComparison, a: str = "A", b: str = "B") -> Iterator[str
         )
 
 
-def _untrained(comparison: RunComparison, a: str, b: str) -> Iterator[str]:
+def _untrained_sentences(comparison: RunComparison, a: str, b: str) -> Iterator[str]:
     for letter, side in ((a, comparison.a), (b, comparison.b)):
         steps = [each.step for each in side.evaluations]
         if not any(steps):

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lrlhf.apps.lab.page.page import packed, write_document
-from lrlhf.apps.lab.report_files import plain_json
-from lrlhf.apps.lab.run_files import RunFiles, complete_lines, record_of, records
+from lrlhf.apps.lab.run_files import RunFiles, complete_lines, plain_json, record_of, records
 from lrlhf.media import MediaError, MediaOptions, read_image
 from lrlhf.media.decode import small_jpeg
 
@@ -583,7 +582,7 @@ def page_data(
             ),
             *_left_out("images", len(thumbnails.uris), len(thumbnails.uris) + thumbnails.left_out),
             *_outside(thumbnails.outside),
-            *_thinned(max(points for _, points in curves)),
+            *_thinning_remark(max(points for _, points in curves)),
             *(f"{path} holds neither responses nor pairs." for run in runs for path in run.unknown),
         ],
         "texts": texts.all,
@@ -634,7 +633,7 @@ def _left_out(what: str, shown: int, total: int, of_each: str = "") -> Iterator[
         yield f"{note}, evenly many of {of_each}." if of_each else f"{note}."
 
 
-def _thinned(points: int) -> Iterator[str]:
+def _thinning_remark(points: int) -> Iterator[str]:
     if points > _POINTS:
         every = -(-points // _POINTS)
         yield f"Curves have up to {points:,} points, of which the page shows one in {every}."

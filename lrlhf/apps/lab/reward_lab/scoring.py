@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.apps.lab.reward_lab.lab import CallTimes, Lab, OddRow
+from lrlhf.apps.lab.reward_lab.lab import CallTimes, Lab, OddRow, Response, beginning_of, end_of
 from lrlhf.apps.lab.reward_lab.response_inputs import ResponseInput, read_media
-from lrlhf.apps.lab.reward_lab.responses import Response, beginning_of, end_of
 from lrlhf.datamodules.rows.media_rows import MediaReader
 from lrlhf.media import MediaOptions
 from lrlhf.rewards import CompletionText, CompletionTurns, Rewards
@@ -109,7 +108,7 @@ def score_responses(
                 group_ids=[(inputs[row].group, keys[row]) for row in rows],
             )
             for failure in result.failures:
-                failures[_in_a_line(failure)] += 1
+                failures[_failure_summary(failure)] += 1
             for name, seconds in result.seconds.items():
                 if not math.isnan(seconds):
                     timings.append(Timing(name, seconds, len(rows), own[0].place))
@@ -208,7 +207,7 @@ def _text(prompt: Any) -> str:
     return "\n".join(f"{turn.get('role')}: {content_text(turn.get('content'))}" for turn in prompt)
 
 
-def _in_a_line(failure: str) -> str:
+def _failure_summary(failure: str) -> str:
     """Return the name of the function and the last line, which sums up the traceback."""
     name, _, text = failure.partition(": ")
     return f"{name}: {text.splitlines()[-1]}"

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from lrlhf.apps.lab.compare import compare_runs
-from lrlhf.apps.lab.compare.configs import Change, same_seeds
-from lrlhf.apps.lab.compare.report import cost_of
+from lrlhf.apps.lab.compare.report import Change, cost_of, same_seeds
 from tests.apps.lab.compare.runs import scored, write_run
 
 

@@ -214,18 +214,24 @@ def test_images_are_shown_in_the_turn_that_showed_them(opened: Opened, tmp_path:
         {"role": "tool", "content": [image]},
     ]
     names = ["image #red", "image #blue", "image #script", "image #far"]
+    pads = ["<pad>", "<pad>", "<pad>", "a", "a"]
+    tokens = {"texts": pads, "advantage": [None, None, None, 0.5, 0.5]}
     own = {"messages": messages, "episode": turns, "media": names, "pictures": pictures}
+    own |= {"tokens": tokens}
     page = opened(write_page(tmp_path / "run", plain(1, "p", "c", 1.0, **own)), "response/0")
     page.wait_for_selector(".turn")
     shown = page.evaluate(
         "[...document.querySelectorAll('.response .turn')].map((turn) => "
-        "[...turn.querySelectorAll('.pictures')].map((one) => "
-        "one.querySelector('img')?.alt ?? `(${one.textContent})`))"
+        "[...turn.querySelectorAll('.pictures')].map((row) => "
+        "[...row.children].map((one) => one.alt ?? `(${one.textContent})`)))"
     )
-    assert shown == [["image #red"], [], ["image #blue", "(image #script)"], ["(image #far)"]]
+    beside = ["image #blue", "(image #script)"]
+    assert shown == [[["image #red"]], [], [beside], [["(image #far)"]]]
     loaded = "[...document.querySelectorAll('.turn img')].every((one) => one.naturalWidth === 8)"
     assert page.evaluate(loaded)
     assert page.locator(".response > .pictures").count() == 0
+    page.locator("[data-way=tokens]").click()
+    assert page.locator(".tokens span").all_inner_texts() == ["<pad> × 3 ", "a", "a"]
 
 
 def test_tokens_have_the_colour_of_their_values(opened: Opened, tmp_path: Path) -> None:

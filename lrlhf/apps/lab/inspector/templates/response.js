@@ -52,8 +52,12 @@ const tokenView = (tokens) => {
     const scale = scaleOf(measure), { middle } = measure;
     legend.replaceChildren(...(middle === null ? [["var(--high)", `up to ${number(scale)}`]] : [["var(--less)", `${number(middle - scale)}`], ["var(--more)", `${number(middle + scale)}`]])
       .flatMap(([shade, told]) => { const box = el("i", {}); box.style.background = `color-mix(in srgb, ${shade} 62%, transparent)`; return [box, el("span", { text: told })]; }));
-    texts.replaceChildren(...tokens.texts.slice(0, count).map((one, at) => {
-      const value = measure.values[at], span = el("span", { "data-at": at, class: value === null ? "given" : null, text: visible(one).replace(/\n/g, "⏎\n") });
+    // of the many tokens of an image one is shown, with their number
+    const repeats = (at) => measure.values[at] === null && /^<.*>$/.test(tokens.texts[at]) && tokens.texts[at] === tokens.texts[at - 1];
+    const times = (at) => { let end = at + 1; while (end < tokens.texts.length && repeats(end)) end += 1; return end - at > 1 ? ` × ${end - at} ` : ""; };
+    texts.replaceChildren(...tokens.texts.slice(0, count).flatMap((one, at) => {
+      if (repeats(at)) return [];
+      const value = measure.values[at], span = el("span", { "data-at": at, class: value === null ? "given" : null, text: visible(one).replace(/\n/g, "⏎\n") + times(at) });
       span.style.backgroundColor = tint(value, middle, scale);
       return span;
     }));
@@ -83,7 +87,7 @@ const chips = (row) => [
   chip(isEvaluation(row) ? "evaluation" : "training", isEvaluation(row) ? "evaluation" : ""),
   chip(`step ${cell("step", row)}`),
   cell("length", row) === null ? null : chip(`${number(cell("length", row))} tokens`),
-  cell("finish_reason", row) === NOTHING ? null : chip(visible(text(cell("finish_reason", row))), text(cell("finish_reason", row)) === "stop" ? "" : "warn"),
+  cell("finish_reason", row) === NOTHING ? null : chip(visible(text(cell("finish_reason", row))), ["stop", "done"].includes(text(cell("finish_reason", row))) ? "" : "warn"),
   row in data.responses.tokens ? chip("token values", "tokens-there") : null,
 ];
 
@@ -107,7 +111,9 @@ const responseView = (row, openPrompt) => {
   };
   shown.querySelector("h3").append(ways.length > 1 ? el("span", { class: "ways" }, buttons) : "");
   shown.append(content);
-  use(ways[0][0], ways[0][2]);
+  // images are seen in their turns only
+  const first = (imagesIn(episode) && ways.find(([name]) => name === "turns")) || ways[0];
+  use(first[0], first[2]);
   const rewards = Object.entries(data.responses.rewards).map(([name, column]) => [name, column[row]]).filter(([, value]) => value !== null);
   const advantage = cell("advantage", row);
   const facts = [["score", cell("score", row) ?? "none"], ...(advantage === null ? [] : [["advantage", advantage]]), ...rewards.map(([name, value]) => [`reward ${name}`, value]), ...(Array.isArray(turnRewards) ? [["rewards of turns", turnRewards.map((value) => number(value)).join(", ")]] : [])];

@@ -31,20 +31,26 @@ const textBlock = (text, kind = "") => {
   return el("div", {}, block, rest);
 };
 
+const isImage = (part) => part?.type === "image";
 const messageText = (content) => {
   if (typeof content === "string") return content;
   if (!Array.isArray(content)) return content === null || content === undefined ? "" : JSON.stringify(content, null, 1);
-  return content.map((part) => (typeof part === "string" ? part : part?.type === "text" && typeof part.text === "string" ? part.text : JSON.stringify(part))).join("\n");
+  return content.map((part) => (typeof part === "string" ? part : part?.type === "text" && typeof part.text === "string" ? part.text : isImage(part) ? "[image]" : JSON.stringify(part))).join("\n");
 };
 
-const isImage = (part) => part?.type === "image";
 const partsOf = (message) => (Array.isArray(message?.content) ? message.content : []);
 const imagesIn = (messages) => (Array.isArray(messages) ? messages.flatMap(partsOf).filter(isImage).length : 0);
 
-// Content with the images that its parts stand for, of which `next` returns the names.
-const contentView = (content, next) => (Array.isArray(content) && content.some(isImage)
-  ? el("div", {}, content.map((part) => (isImage(part) ? pictures([next() ?? "image"]) : textBlock(messageText([part])))))
-  : textBlock(messageText(content)));
+// Content with the images that its parts stand for, of which `next` returns the names; those in a row are side by side.
+const contentView = (content, next) => {
+  if (!Array.isArray(content) || !content.some(isImage)) return textBlock(messageText(content));
+  return el("div", {}, content.flatMap((part, at) => {
+    if (!isImage(part)) return [textBlock(messageText([part]))];
+    if (at && isImage(content[at - 1])) return [];
+    const end = content.findIndex((other, index) => index > at && !isImage(other));
+    return [pictures(content.slice(at, end < 0 ? content.length : end).map(() => next() ?? "image"))];
+  }));
+};
 
 // Turns of a chat or an episode, which show the images of some names.
 const turns = (messages, names = []) => {

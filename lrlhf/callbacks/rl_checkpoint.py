@@ -187,7 +187,7 @@ def prepare_folder(
         raise refusal
 
 
-def call_last(trainer: L.Trainer, last: Path, saved: Path) -> None:
+def link_last(trainer: L.Trainer, last: Path, saved: Path) -> None:
     """Have the name of the last checkpoint lead to one that was saved; every rank must call it."""
     if trainer.is_global_zero:
         atomic_link(last, saved)
@@ -207,7 +207,7 @@ def rename_damaged(folder: Path, damaged: Sequence[Path]) -> None:
         _logger.warning("%s is kept as %s", path, name)
 
 
-def set_aside(path: Path) -> Path:
+def rename_for_removal(path: Path) -> Path:
     """Rename a checkpoint that is to be removed, in one step; returns its new name.
 
     Removing a folder takes many steps. A kill between them would leave half a checkpoint under the
@@ -568,7 +568,7 @@ class RLCheckpoint(KeepsArguments, FindsLast, SavesOnTermination):
         if not pending:
             return
         if self.save_last and self._folder is not None and self._newest != self.last_model_path:
-            call_last(trainer, Path(self.last_model_path), Path(self._newest))
+            link_last(trainer, Path(self.last_model_path), Path(self._newest))
         for logger in trainer.loggers if trainer.is_global_zero else ():
             logger.after_save_checkpoint(proxy(self))
         self._remove_surplus(trainer)
@@ -590,7 +590,7 @@ class RLCheckpoint(KeepsArguments, FindsLast, SavesOnTermination):
         for path in [each for each in surplus if not self._is_spared(trainer, each)]:
             self._saved.remove(path)
             local = self._folder is not None and trainer.is_global_zero
-            trainer.strategy.remove_checkpoint(set_aside(Path(path)) if local else path)
+            trainer.strategy.remove_checkpoint(rename_for_removal(Path(path)) if local else path)
 
     def _is_spared(self, trainer: L.Trainer, path: str) -> bool:
         """Tell whether a checkpoint stays: it lies elsewhere, or the run was resumed from it."""

@@ -1,1 +1,0 @@
-"""Checkpoints of a run: when, which, how many."""
