@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-Verdict = Literal["sound", "fault", "unknown"]
 ITEMS = {
     "weights": "which weights sampled the tokens",
     "mask": "is the loss mask on the sampled tokens",
@@ -24,9 +23,17 @@ class Answer(NamedTuple):
 
     item: str
     """A key of `ITEMS`."""
-    verdict: Verdict
+    verdict: Literal["sound", "fault", "unknown"]
     text: str
     """The conclusion and its figures, in a sentence or two."""
     figures: Mapping[str, Any] = {}
     rows: Sequence[str] = ()
     """Places of the rows that show it."""
+
+
+def faults_or(sound: Answer, wrong: Mapping[str, Sequence[str]], total: int) -> list[Answer]:
+    """Return a fault for each sentence of ``wrong`` with its places, else the sound answer."""
+    return [
+        Answer(sound.item, "fault", f"{text}: {len({*places}):,} of {total:,}", {}, places)
+        for text, places in wrong.items()
+    ] or [sound]

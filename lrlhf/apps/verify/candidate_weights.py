@@ -77,59 +77,39 @@ class Candidate:
         """Return what the model says of the tokens of a row; remembered."""
         key = (id(ids), temperature)
         if key not in self._facts:
-            parts = [
-                _facts_of(logits / temperature, targets) for logits, targets in self.logits(ids)
-            ]
-            columns = [torch.cat(column) for column in zip(*parts, strict=True)]
-            first = torch.full((1,), torch.nan, dtype=torch.float64)
-            self._facts[key] = TokenFacts(*(torch.cat([first, column]) for column in columns))
+            parts = []
+            for _, logits, targets in self.logits(ids):
+                logprobs = (logits / temperature).log_softmax(-1)
+                own = logprobs.gather(-1, targets[:, None])
+                better = logprobs > own
+                above = torch.where(better, logprobs.exp(), 0.0).sum(-1, dtype=torch.float64)
+                parts.append((own.squeeze(-1), above, better.sum(-1)))
+            self._facts[key] = TokenFacts(*_columns(parts))
         return self._facts[key]
 
     @torch.no_grad()
-    def logits(self, ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Iterate over logits ``[N, V]`` in float32 and the tokens that they predict ``[N]``."""
+    def logits(self, ids: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Iterate over places ``[N]``, logits ``[N, V]`` in float32, and the tokens there."""
         plain = plain_model(self.model)
-        states = predicting_states(plain, _batch(ids, plain.device))
-        head, size = (
-            output_head(plain),
-            max(1, _LOGITS // plain.config.get_text_config().vocab_size),
-        )
-        for hidden, targets in zip(
-            torch.split(states.predicting, size), torch.split(states.targets, size), strict=True
-        ):
-            yield head(hidden).float(), targets
+        states, head = predicting_states(plain, _batch(ids, plain.device)), output_head(plain)
+        size = max(1, _LOGITS // plain.config.get_text_config().vocab_size)
+        for places in torch.split(torch.arange(1, len(ids)), size):
+            rows = (places - 1).to(plain.device)
+            yield places, head(states.predicting[rows]).float(), states.targets[rows]
 
     @torch.no_grad()
     def kept_sets(self, ids: Tensor, temperature: float, mass: Tensor) -> KeptSets:
-        """Return the sets of most probable tokens with the given mass at each token, `[T]`.
-
-        Args:
-            ids: The row.
-            temperature: Of the distributions.
-            mass: `[T]`, between 0 and 1; the set is that whose mass is nearest.
-        """
-        parts, start = [], 1
-        for logits, targets in self.logits(ids):
+        """Return the sets of most probable tokens whose mass is nearest to that given, `[T]`."""
+        parts = []
+        for places, logits, _ in self.logits(ids):
             ordered = (logits / temperature).softmax(-1).double().sort(-1, descending=True).values
             total = ordered.cumsum(-1)
-            wanted = mass[start : start + len(targets), None].to(total)
-            at = (total - wanted).abs().argmin(-1, keepdim=True)
-            behind = (at + 1).clamp(max=ordered.shape[-1] - 1)
-            parts.append(
-                (
-                    at + 1,
-                    total.gather(-1, at),
-                    total.gather(-1, at) - ordered.gather(-1, at),
-                    ordered.gather(-1, at) / ordered[:, :1],
-                    ordered.gather(-1, behind) / ordered[:, :1],
-                )
-            )
-            start += len(targets)
-        first = torch.full((1,), torch.nan, dtype=torch.float64)
-        columns = [
-            torch.cat(column).squeeze(-1).cpu().double() for column in zip(*parts, strict=True)
-        ]
-        return KeptSets(*(torch.cat([first, column]) for column in columns))
+            at = (total - mass[places, None].to(total)).abs().argmin(-1, keepdim=True)
+            own, whole = ordered.gather(-1, at), total.gather(-1, at)
+            behind = ordered.gather(-1, (at + 1).clamp(max=ordered.shape[-1] - 1))
+            columns = (at + 1, whole, whole - own, own / ordered[:, :1], behind / ordered[:, :1])
+            parts.append(tuple(column.squeeze(-1) for column in columns))
+        return KeptSets(*_columns(parts))
 
     @torch.no_grad()
     def rounding(self, rows: Sequence[Tensor], temperature: float) -> float:
@@ -181,9 +161,7 @@ def _batch(ids: Tensor, device: torch.device) -> SequenceBatch:
     )
 
 
-def _facts_of(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    logprobs = logits.log_softmax(-1)
-    own = logprobs.gather(-1, targets[:, None])
-    better = logprobs > own
-    above = torch.where(better, logprobs.exp(), 0.0).sum(-1, dtype=torch.float64)
-    return own.squeeze(-1).double().cpu(), above.cpu(), better.sum(-1).double().cpu()
+def _columns(parts: Sequence[tuple[Tensor, ...]]) -> Iterator[Tensor]:
+    """Join the columns of chunks, with NaN for the first token, which nothing predicts."""
+    for column in zip(*parts, strict=True):
+        yield torch.cat([torch.full((1,), torch.nan), *(part.cpu() for part in column)]).double()

@@ -47,7 +47,6 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "weights": ("reward_weights", "weights"),
     "group": ("group", "group_id", "group_ids", "uid", "index", "example_id"),
     "step": ("step", "export_step", "global_step"),
-    "rank": ("rank",),
     "truncated": ("truncated", "is_truncated"),
     "finish_reason": ("finish_reason", "stop_reason"),
     "temperature": ("temperature", "temperatures", "completion_temperatures"),
@@ -62,6 +61,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 }
 """Columns by the names that plain files, TRL, verl, OpenRLHF and prime-rl have for them."""
 PER_TOKEN = ("sampling", "old", "ref", "kl", "advantages", "losses", "versions")
+_OPTIONS = ("temperature", "top_p", "top_k", "min_p")
 _EXPECTED = {".safetensors", ".jsonl", ".json", ".parquet", ".pt", ".gz", ".zst"}
 
 
@@ -102,6 +102,13 @@ class Row:
     """Significant digits that log-probabilities were written with."""
     flaws: list[str] = field(default_factory=list)
     """Columns that do not have an entry for each token."""
+    written: Tensor | None = None
+    """`[T]` bool: the tokens that the policy wrote, see `lrlhf.apps.verify.token_checks`."""
+
+    @property
+    def policy(self) -> Tensor | None:
+        """`[T]`: log-probabilities of the policy, the trainer's if there are any."""
+        return self.tokens.get("old", self.tokens.get("sampling"))
 
     @property
     def response(self) -> Tensor:
@@ -130,7 +137,8 @@ def read_rollouts(path: Path, padding: Padding | None = None) -> list[Row]:
     """
     padding = padding or Padding()
     if (path / "anomaly.json").is_file():
-        return [row for bundle in read_dump(path).bundles for row in _of_bundle(bundle, path)]
+        held = [batch for bundle in read_dump(path).bundles for batch in bundle.batches.values()]
+        return [row for b in held if isinstance(b, Rollout) for row in rows_of_batch(b, path.name)]
     rows = [row for file in _files(path) for row in _of_file(file, padding)]
     if not rows:
         raise ValueError(f"{path} holds no rollouts")
@@ -151,20 +159,19 @@ def _files(path: Path) -> list[Path]:
             f"{path} has no rollouts: no {', '.join(sorted(_EXPECTED))} lies in it; give the file "
             "or the folder that the trainer wrote them to"
         )
-    return sorted(found, key=_natural)
-
-
-def _natural(file: Path) -> list[tuple[int, str]]:
-    """Sort step 10 behind step 9."""
-    return [(int(part or 0), text) for text, part in re.findall(r"(\D*)(\d*)", str(file))]
+    # step 10 stands behind step 9
+    return sorted(
+        found,
+        key=lambda file: [(int(n or 0), t) for t, n in re.findall(r"(\D*)(\d*)", str(file))],
+    )
 
 
 def _of_file(path: Path, padding: Padding) -> Iterator[Row]:
     if path.suffix == ".safetensors":
         stored = load_rollout(path)
-        for row in rows_of_batch(stored.rollout, path.name):
-            index = len(row.place) and int(row.place.rpartition(":")[2]) - 1
-            yield _with_record(row, stored.records[index], float(stored.scores[index]))
+        own = rows_of_batch(stored.rollout, path.name)
+        for row, *line in zip(own, stored.records, stored.scores.tolist(), strict=True):
+            yield _with_record(row, *line)
         return
     rows: Iterable[Any]
     if path.suffix == ".pt":
@@ -182,12 +189,6 @@ def _of_file(path: Path, padding: Padding) -> Iterator[Row]:
             yield _of_record(record, f"{path.name}:{number}", padding, step)
     except BadDataError as error:
         raise ValueError(str(error)) from error
-
-
-def _of_bundle(bundle: Any, path: Path) -> Iterator[Row]:
-    for batch in bundle.batches.values():
-        if isinstance(batch, Rollout):
-            yield from rows_of_batch(batch, path.name)
 
 
 def rows_of_batch(rollout: Rollout, name: str) -> Iterator[Row]:
@@ -228,10 +229,9 @@ def _with_record(row: Row, record: Mapping[str, Any], score: float) -> Row:
     advantage = record.get("advantage")
     if advantage is not None:
         row.tokens["advantages"] = torch.where(row.loss_mask, float(advantage), 0.0).double()
-    row.score, row.step = score, int(record.get("step", 0))
+    row.score, row.step, row.options = score, int(record.get("step", 0)), _options(record)
     row.parts, row.weights = _numbers(record.get("rewards")), _numbers(record.get("weights"))
-    row.options = _options(record)
-    row.prompt, row.completion = record.get("messages", record.get("prompt")), None
+    row.prompt = record.get("messages", record.get("prompt"))
     if "given_tokens" in record:
         row.sampled = row.response.clone()
         for start, end in record["given_tokens"]:
@@ -256,35 +256,41 @@ def _of_tensors(value: Any, path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _of_record(record: Mapping[str, Any], place: str, padding: Padding, step: int) -> Row:
-    def get(name: str) -> Any:
-        return next((record[key] for key in COLUMNS[name] if record.get(key) is not None), None)
+    def get(name: str, *kinds: type) -> Any:
+        values = (record[key] for key in COLUMNS[name] if record.get(key) is not None)
+        return next((value for value in values if not kinds or isinstance(value, kinds)), None)
 
-    row = Row(place=place, step=_integer(get("step"), step), prompt=get("prompt"))
-    _read_ids(row, record, get, padding)
-    score, parts = get("score"), get("parts")
-    row.parts = _numbers(parts) or {
+    reason, micro, loss = (get(name) for name in ("finish_reason", "micro_batch", "step_loss"))
+    own_step, flag = get("step", int, float), get("truncated")
+    row = Row(
+        place=place,
+        step=step if own_step is None else int(own_step),
         # TRL's tables have a column for each reward function
-        key: float(value)
-        for key, value in record.items()
-        if isinstance(value, int | float) and key.endswith(("_reward", "_func", "_rewards"))
-    }
-    if isinstance(score, list):
-        known = [float(value) for value in score if value is not None]
-        score = known[-1] if known else None  # prime-rl repeats it for each token
-    if not isinstance(score, int | float):
+        parts=_numbers(get("parts", Mapping))
+        or {
+            key: float(value)
+            for key, value in record.items()
+            if isinstance(value, int | float) and key.endswith(("_reward", "_func", "_rewards"))
+        },
+        weights=_numbers(get("weights")),
+        prompt=get("prompt"),
+        completion=get("completion"),
+        group=get("group", Hashable),
+        conversation=get("conversation", Hashable),
+        truncated=None if flag is None else bool(flag),
+        options=_options({name: get(name) for name in _OPTIONS}),
+        micro_batch=None if micro is None else int(micro),
+        step_loss=math.nan if loss is None else float(loss),
+    )
+    if row.truncated is None and reason is not None:
+        row.truncated = str(reason).lower() in {"length", "max_tokens", "truncated"}
+    score = get("score", int, float, list)
+    if isinstance(score, list):  # prime-rl repeats it for each token
+        score = next((value for value in reversed(score) if value is not None), None)
+    if score is None:
         score = sum(row.parts.values()) if row.parts else math.nan
     row.score = float(score)
-    row.weights = _numbers(get("weights"))
-    row.completion = get("completion")
-    group = get("group")
-    row.group = group if isinstance(group, Hashable) else None
-    row.truncated = _truncated(get("truncated"), get("finish_reason"))
-    row.options = _options({name: get(name) for name in ("temperature", "top_p", "top_k", "min_p")})
-    conversation = get("conversation")
-    row.conversation = conversation if isinstance(conversation, Hashable) else None
-    micro = get("micro_batch")
-    row.micro_batch = None if micro is None else int(micro)
-    row.step_loss = float(get("step_loss") if get("step_loss") is not None else math.nan)
+    _read_ids(row, record, get, padding)
     return row
 
 
@@ -293,22 +299,20 @@ def _read_ids(  # noqa: C901  the layouts of six libraries
 ) -> None:
     """Read token ids and what is recorded for each of them; padding is left out."""
     ids, prompt, completion = (get(name) for name in ("ids", "prompt_ids", "completion_ids"))
-    given = get("attention_mask")
+    given, advantage = get("attention_mask"), get("advantages")
+    number = float(advantage) if isinstance(advantage, int | float) else math.nan
     if not _is_ids(ids) and not (_is_ids(prompt) and _is_ids(completion)):
-        advantages = get("advantages")
-        row.advantage = float(advantages) if isinstance(advantages, int | float) else math.nan
+        row.advantage = number
         return
     if _is_ids(prompt) and _is_ids(completion):
         shown = get("prompt_mask")
         if shown is None and given is not None and len(given) == len(prompt) + len(completion):
             shown = given[: len(prompt)]
-        keep = [bool(flag) for flag in shown] if shown and not all(shown) else None
-        if keep is None:
-            keep = _unpadded(prompt, padding, left=True)
-        kept = [*keep, *_unpadded(completion, padding)]
+        shown = shown if shown and not all(shown) else _unpadded(prompt, padding, left=True)
+        kept = [*map(bool, shown), *_unpadded(completion, padding)]
         ids, start = [*prompt, *completion], len(prompt)
     else:
-        kept = [bool(flag) for flag in given] if given else _unpadded(ids, padding)
+        kept = [*map(bool, given)] if given else _unpadded(ids, padding)
         start = _first(record, get("loss_mask"), len(ids))
     there = torch.tensor(kept)
     row.ids = torch.tensor(ids, dtype=torch.int64)[there]
@@ -321,21 +325,14 @@ def _read_ids(  # noqa: C901  the layouts of six libraries
         numbers = torch.tensor(
             [math.nan if value is None else float(value) for value in values], dtype=torch.float64
         )
-        total, behind = len(there), len(there) - start
-        # a list without padding beside ids that have it
-        alone = int(there[start:].sum())
-        full = torch.full((total,), math.nan, dtype=torch.float64)
-        if len(numbers) == total:
-            full = numbers
-        elif len(numbers) == behind:
-            full[start:] = numbers
-        elif len(numbers) == total - 1:
-            full[1:] = numbers
-        elif len(numbers) == alone:
-            full[start : start + alone] = numbers
-        else:
+        # a list without padding may stand beside ids that have it
+        total, alone = len(there), int(there[start:].sum())
+        starts = {alone: start, total - 1: 1, total - start: start, total: 0}
+        if (first := starts.get(len(numbers))) is None:
             row.flaws.append(f"{name} has {len(numbers)} entries for {alone} response tokens")
             return None
+        full = torch.full((total,), math.nan, dtype=torch.float64)
+        full[first : first + len(numbers)] = numbers
         return full[there]
 
     for name in PER_TOKEN:
@@ -347,9 +344,8 @@ def _read_ids(  # noqa: C901  the layouts of six libraries
         row.loss_mask = mask == 1
         if "completion_mask" in record and sampled is not None:
             row.loss_mask &= sampled == 1  # TRL multiplies the two
-    advantage = get("advantages")
-    if isinstance(advantage, int | float):
-        row.tokens["advantages"] = torch.full((len(row.ids),), float(advantage)).double()
+    if not math.isnan(number):
+        row.tokens["advantages"] = torch.full((len(row.ids),), number, dtype=torch.float64)
     row.digits = _digits(get("sampling") or get("old") or ())
 
 
@@ -389,16 +385,10 @@ def _digits(values: Iterable[Any]) -> int:
     return max((len(text.strip("-0.").replace(".", "").lstrip("0")) for text in texts), default=16)
 
 
-def _truncated(flag: Any, reason: Any) -> bool | None:
-    if flag is not None:
-        return bool(flag)
-    return None if reason is None else str(reason).lower() in {"length", "max_tokens", "truncated"}
-
-
 def _options(values: Mapping[str, Any]) -> dict[str, float]:
     """Return the sampling options that one number stands for; prime-rl has one per token."""
     found: dict[str, float] = {}
-    for name in ("temperature", "top_p", "top_k", "min_p"):
+    for name in _OPTIONS:
         value = values.get(name)
         if isinstance(value, list) and len({*value}) == 1:
             value = value[0]
@@ -415,7 +405,3 @@ def _numbers(value: Any) -> dict[str, float]:
         for name, number in value.items()
         if number is None or isinstance(number, int | float)
     }
-
-
-def _integer(value: Any, default: int) -> int:
-    return int(value) if isinstance(value, int | float) else default

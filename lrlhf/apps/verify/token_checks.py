@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lrlhf.apps.verify.answers import Answer
+from lrlhf.apps.verify.answers import Answer, faults_or
 from lrlhf.apps.verify.rollout_rows import Row
 
 _USER, _ASSISTANT = "First question?", "First answer."
@@ -64,157 +64,122 @@ def expected_mask(row: Row, template: Template | None, end_ids: frozenset[int]) 
         return None
     if row.sampled is not None:
         return row.sampled & row.response
+    ends = torch.isin(row.ids, torch.tensor(sorted(end_ids)))
     recorded = row.tokens.get("sampling")
-    if recorded is not None and bool((recorded[row.response].nan_to_num(0.0) != 0).any()):
+    if recorded is not None and recorded[row.response].nan_to_num(0.0).any():
         written = recorded.nan_to_num(0.0) != 0
-        # a token that is certain has 0 as well: fill it where both neighbours were written
-        certain = (recorded == 0) & row.response & written.roll(1) & written.roll(-1)
-        # and an end that is certain, behind what was written
-        ends = torch.isin(row.ids, torch.tensor(sorted(end_ids)))
-        certain |= (recorded == 0) & row.response & written.roll(1) & ends
+        # a token that is certain has 0 as well: between two that were written, or an end behind one
+        certain = (recorded == 0) & row.response & written.roll(1) & (written.roll(-1) | ends)
         return written | certain
-    inside = row.ids[row.start :]
-    ends_at = torch.isin(inside, torch.tensor(sorted(end_ids))).nonzero().flatten().tolist()
-    mask = torch.zeros(len(row.ids), dtype=torch.bool)
-    if not ends_at or ends_at[0] == len(inside) - 1:
-        mask[row.start :] = True
-        return mask
+    stops = (ends & row.response).nonzero().flatten().tolist()
+    if not stops or stops[0] == len(row.ids) - 1:
+        return row.response
     if template is None or not template.opening:
         return None
-    ids, begin = row.ids.tolist(), row.start
+    mask = torch.zeros(len(row.ids), dtype=torch.bool)
+    ids, begin, size = row.ids.tolist(), row.start, len(template.opening)
     while begin < len(ids):
-        stop = next((row.start + at for at in ends_at if row.start + at >= begin), len(ids) - 1)
-        mask[begin : stop + 1] = True
-        size = len(template.opening)
-        begin = next(
-            (
-                at
-                for at in range(stop + 1 + size, len(ids) + 1)
-                if ids[at - size : at] == template.opening
-            ),
-            len(ids),
-        )
+        stop = next((at + 1 for at in stops if at >= begin), len(ids))
+        mask[begin:stop] = True
+        later = range(stop + size, len(ids) + 1)
+        begin = next((at for at in later if ids[at - size : at] == template.opening), len(ids))
     return mask
 
 
-def check_masks(rows: Sequence[Row], masks: Sequence[Tensor | None]) -> list[Answer]:
+def check_masks(rows: Sequence[Row]) -> list[Answer]:
     """Compare each loss mask with the sampled tokens, and name the pattern of the difference."""
     known = [
-        (row, mask)
-        for row, mask in zip(rows, masks, strict=True)
-        if mask is not None and row.loss_mask is not None
+        (row, row.loss_mask, row.written)
+        for row in rows
+        if row.written is not None and row.loss_mask is not None
     ]
     if not known:
         lacking = "token ids" if all(row.ids is None for row in rows) else "a loss mask"
         return [Answer("mask", "unknown", f"the file has no {lacking}")]
     wrong: dict[str, list[str]] = defaultdict(list)
-    for row, mask in known:
-        assert row.loss_mask is not None, "of known rows"
-        if not row.loss_mask.any() and row.truncated is not False:
-            continue  # left out as a whole: the question of truncated responses
-        if (fault := _mask_fault(row, row.loss_mask, mask)) is not None:
+    for row, mask, written in known:
+        # a row that is left out as a whole is the question of truncated responses
+        left_out = not mask.any() and row.truncated is not False
+        if not left_out and (fault := _mask_fault(row, mask, written)) is not None:
             wrong[fault].append(row.place)
-    if not wrong:
-        tokens = sum(int(mask.sum()) for _, mask in known)
-        text = f"the loss masks of {len(known):,} responses are on their {tokens:,} sampled tokens"
-        return [Answer("mask", "sound", text)]
-    return [
-        Answer("mask", "fault", f"{name}: {len(places):,} of {len(known):,} responses", {}, places)
-        for name, places in wrong.items()
-    ]
+    tokens = sum(int(written.sum()) for *_, written in known)
+    text = f"the loss masks of {len(known):,} responses are on their {tokens:,} sampled tokens"
+    return faults_or(Answer("mask", "sound", text), wrong, len(known))
 
 
-def _mask_fault(  # noqa: C901  one pattern after the other
-    row: Row, mask: Tensor, expected: Tensor
-) -> str | None:
+def _mask_fault(row: Row, mask: Tensor, expected: Tensor) -> str | None:
     """Name the way in which a mask differs; None: it does not."""
     if torch.equal(mask, expected):
         return None
-    for shift, name in ((1, "right"), (-1, "left")):
+    for shift, side, end in ((1, "right", 0), (-1, "left", -1)):
         moved = expected.roll(shift)
-        # what was moved out of the row is lost
-        moved[0 if shift == 1 else -1] = False
+        moved[end] = False  # what was moved out of the row is lost
         if torch.equal(mask, moved):
-            return f"the mask is shifted by one token to the {name}"
+            return f"the mask is shifted by one token to the {side}"
     extra, missing = mask & ~expected, expected & ~mask
-    if bool(extra[: row.start].any()):
+    if extra[: row.start].any():
         return "prompt tokens are in the mask"
-    runs = _runs(expected)
-    given = [(end, begin) for (_, end), (begin, _) in pairwise(runs)]
-    if runs and bool(missing.any()):
-        whole = [number for number, (a, b) in enumerate(runs, 1) if bool(missing[a:b].all())]
-        if whole and any(bool(extra[a:b].any()) for a, b in given):
-            return "the mask is off by one turn: on tokens between the turns, and not on turns"
-        if whole:
-            return f"turn {whole[0]} of {len(runs)} is not in the mask"
-        if all(set(range(a, b)) & _places(missing) <= {b - 1} for a, b in runs):
-            return "the last token of the response is not in the mask"
-    if bool(extra.any()):
-        last = runs[-1][1] if runs else 0
-        if bool(extra[last:].any()):
-            return "tokens behind the end of the response are in the mask"
+    spans = _spans(expected)
+    whole = [number for number, (a, b) in enumerate(spans, 1) if missing[a:b].all()]
+    if whole and any(extra[end:begin].any() for (_, end), (begin, _) in pairwise(spans)):
+        return "the mask is off by one turn: on tokens between the turns, and not on turns"
+    if whole:
+        return f"turn {whole[0]} of {len(spans)} is not in the mask"
+    if missing.any() and {*missing.nonzero().flatten().tolist()} <= {b - 1 for _, b in spans}:
+        return "the last token of the response is not in the mask"
+    if extra[spans[-1][1] if spans else 0 :].any():
+        return "tokens behind the end of the response are in the mask"
+    if extra.any():
         return "tokens that the policy did not write, between its turns, are in the mask"
     return "sampled tokens are not in the mask"
 
 
-def _places(mask: Tensor) -> set[int]:
-    return set(mask.nonzero().flatten().tolist())
-
-
-def _runs(mask: Tensor) -> list[tuple[int, int]]:
+def _spans(mask: Tensor) -> list[tuple[int, int]]:
     """Return the spans ``[start, end)`` of consecutive tokens."""
     edges = torch.diff(mask.int(), prepend=torch.zeros(1), append=torch.zeros(1))
     starts, ends = (edges == 1).nonzero().flatten(), (edges == -1).nonzero().flatten()
     return list(zip(starts.tolist(), ends.tolist(), strict=True))
 
 
-def check_tokens(  # noqa: C901  one fault after the other
+def check_tokens(
     rows: Sequence[Row],
-    masks: Sequence[Tensor | None],
     tokenizer: PreTrainedTokenizerBase,
     template: Template | None,
     end_ids: frozenset[int],
 ) -> list[Answer]:
     """Look for separators and ends that are missing, and for ids that are not those of the text."""
-    wrong: dict[str, list[str]] = defaultdict(list)
-    known = [(row, mask) for row, mask in zip(rows, masks, strict=True) if row.ids is not None]
+    known = [row for row in rows if row.ids is not None]
     if not known:
         return [Answer("tokens", "unknown", "the file has texts and no token ids")]
-    for row, mask in known:
+    wrong: dict[str, list[str]] = defaultdict(list)
+    seams = 0
+    for row in known:
         assert row.ids is not None, "of known rows"
         ids = row.ids.tolist()
-        for flaw in row.flaws:
-            wrong[f"ids and log-probabilities are not of the same tokens ({flaw})"].append(
-                row.place
-            )
-        if (fault := _prompt_fault(row, ids, tokenizer)) is not None:
-            wrong[fault].append(row.place)
-        if mask is None:
-            continue
-        spans = _runs(mask)
-        for (_, stop), (begin, _) in pairwise(spans):
-            if template is not None and (fault := _seam_fault(ids, stop, begin, template, end_ids)):
-                wrong[fault].append(row.place)
+        faults = [_prompt_fault(row, ids, tokenizer)]
+        faults += [f"ids and log-probabilities are not of the same tokens ({f})" for f in row.flaws]
+        spans = [] if row.written is None else _spans(row.written)
+        between = [(stop, begin) for (_, stop), (begin, _) in pairwise(spans)]
+        seams += len(between)
+        faults += [_seam_fault(ids, *seam, template, end_ids) for seam in between if template]
         if isinstance(row.completion, str) and len(spans) == 1:
+            written = row.ids[slice(*spans[0])]
             texts = {
-                str(tokenizer.decode(row.ids[mask], skip_special_tokens=skip)).strip()
+                str(tokenizer.decode(written, skip_special_tokens=skip)).strip()
                 for skip in (True, False)
             }
             if row.completion.strip() not in texts and "\ufffd" not in "".join(texts):
-                wrong["the ids are not those of the recorded text"].append(row.place)
-    for place in _broken_histories([row for row, _ in known]):
+                faults.append("the ids are not those of the recorded text")
+        for fault in filter(None, faults):
+            wrong[fault].append(row.place)
+    if broken := _broken_histories(known):
         wrong[
             "a later turn does not begin with the ids of the turns before: the history was "
             "tokenized again"
-        ].append(place)
-    if wrong:
-        return [
-            Answer("tokens", "fault", f"{name}: {len({*places}):,} responses", {}, places)
-            for name, places in wrong.items()
-        ]
-    seams = sum(max(0, len(_runs(mask)) - 1) for _, mask in known if mask is not None)
-    between = f", {seams:,} places between turns among them" if seams else ""
-    return [Answer("tokens", "sound", f"the ids of {len(known):,} responses are in order{between}")]
+        ] = broken
+    among = f", {seams:,} places between turns among them" if seams else ""
+    text = f"the ids of {len(known):,} responses are in order{among}"
+    return faults_or(Answer("tokens", "sound", text), wrong, len(known))
 
 
 def _prompt_fault(row: Row, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -239,19 +204,12 @@ def _seam_fault(
     ids: list[int], stop: int, begin: int, template: Template, end_ids: frozenset[int]
 ) -> str | None:
     """Compare the tokens between two turns of the policy with the template's."""
-    closed = ids[stop - 1] in end_ids
-    between = ids[stop:begin]
-    separator = template.closing[1:]
-    if not closed:
+    between, separator = ids[stop:begin], template.closing[1:]
+    if ids[stop - 1] not in end_ids:
         if not between or between[0] not in end_ids:
             return "a turn has no end before the next one begins"
         between = between[1:]
-    # roles follow the separator, and differ
-    marks = separator[: max(1, len(separator) - 1)] if separator else []
-    common = next(
-        (n for n, pair in enumerate(zip(marks, between, strict=False)) if pair[0] != pair[1]), None
-    )
-    if marks and (common == 0 or not between):
+    if separator and between[:1] != separator[:1]:
         return "the separator behind a turn is missing"
     return None
 
@@ -273,35 +231,27 @@ def _broken_histories(rows: Sequence[Row]) -> list[str]:
 
 
 def check_truncated(
-    rows: Sequence[Row],
-    masks: Sequence[Tensor | None],
-    end_ids: frozenset[int],
-    treatment: str | None,
-    limit: int | None,
+    rows: Sequence[Row], end_ids: frozenset[int], treatment: str | None, limit: int | None
 ) -> list[Answer]:
     """Check the flag of truncated responses against their last token, and how they are treated.
 
     Args:
         rows: The rollouts.
-        masks: Their sampled tokens.
         end_ids: Tokens that end a response.
         treatment: ``train``, or ``mask`` (no token of them is trained on); None: it is reported.
         limit: Tokens that a response may have; None: not known.
     """
-    known = [
-        (r, m) for r, m in zip(rows, masks, strict=True) if r.ids is not None and m is not None
-    ]
-    if not known:
-        return [Answer("truncated", "unknown", "the file has no token ids")]
     wrong: dict[str, list[str]] = defaultdict(list)
-    cut, masked = 0, 0
-    for row, mask in known:
-        assert row.ids is not None, "of known rows"
-        written = row.ids[mask].tolist() or row.ids[row.start :].tolist()
-        ended = bool(written) and written[-1] in end_ids
+    known, cut, masked = 0, 0, 0
+    for row in rows:
+        if row.ids is None or row.written is None:
+            continue
+        known += 1
+        tokens = row.ids[row.written if row.written.any() else row.response].tolist()
+        ended = bool(tokens) and tokens[-1] in end_ids
         if row.truncated is True and ended:
             wrong["responses that end with an end token are marked as truncated"].append(row.place)
-        if row.truncated is False and not ended and limit is not None and len(written) >= limit:
+        if row.truncated is False and not ended and limit is not None and len(tokens) >= limit:
             wrong["responses that reached the limit are not marked as truncated"].append(row.place)
         if ended or row.loss_mask is None:
             continue
@@ -310,11 +260,9 @@ def check_truncated(
         if treatment is not None and left_out != (treatment == "mask"):
             seen = "left out of the loss" if left_out else "trained on"
             wrong[f"truncated responses are {seen}, not {treatment}ed"].append(row.place)
-    if wrong:
-        return [
-            Answer("truncated", "fault", f"{name}: {len(places):,}", {}, places)
-            for name, places in wrong.items()
-        ]
+    if not known:
+        return [Answer("truncated", "unknown", "the file has no token ids")]
     seen = f"; {masked:,} of them are left out of the loss" if cut else ""
-    text = f"{cut:,} of {len(known):,} responses have no end token{seen}"
-    return [Answer("truncated", "sound", text, {"truncated": cut, "masked": masked})]
+    text = f"{cut:,} of {known:,} responses have no end token{seen}"
+    figures = {"truncated": cut, "masked": masked}
+    return faults_or(Answer("truncated", "sound", text, figures), wrong, known)

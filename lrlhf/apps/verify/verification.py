@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from lrlhf.apps.lab.run_files import plain_json
@@ -34,6 +35,9 @@ class Settings(NamedTuple):
     kl_in: str | None = None
     """``reward`` or ``loss``."""
     kl_coef: float = 0.0
+    """Strength of a penalty in the reward."""
+    reference: str | None = None
+    """The candidate whose log-probabilities are those of the reference, where none are recorded."""
     truncated: str | None = None
     """``train`` or ``mask``."""
     max_new_tokens: int | None = None
@@ -99,39 +103,51 @@ def verify(
     """
     settings = settings or Settings()
     if not candidates:
-        raise ValueError(
-            "verify needs weights that may have sampled the rollouts: --weights NAME=PATH"
-        )
+        raise ValueError("verify needs weights that may have sampled the rows: --weights NAME=PATH")
     first = candidates[0]
-    template = read_template(first.tokenizer, first.end_ids)
-    masks = [expected_mask(row, template, first.end_ids) for row in rows]
+    end_ids = first.end_ids
+    template = read_template(first.tokenizer, end_ids)
+    rows = [replace(row, written=expected_mask(row, template, end_ids)) for row in rows]
+    usable = [row for row in rows if row.written is not None and row.written[1:].any()]
+    chosen = usable[:: -(-len(usable) // settings.most_rows) or 1]
     answers = [
-        *check_masks(rows, masks),
-        *check_tokens(rows, masks, first.tokenizer, template, first.end_ids),
-        *check_truncated(rows, masks, first.end_ids, settings.truncated, settings.max_new_tokens),
+        *check_masks(rows),
+        *check_tokens(rows, first.tokenizer, template, end_ids),
+        *check_truncated(rows, end_ids, settings.truncated, settings.max_new_tokens),
     ]
-    usable = [
-        (row, mask)
-        for row, mask in zip(rows, masks, strict=True)
-        if row.ids is not None and mask is not None and len(row.ids) > 1 and bool(mask.any())
-    ]
-    step = -(-len(usable) // settings.most_rows) or 1
-    chosen = usable[::step]
+    noise = 0.0
     if chosen:
-        evidence = Evidence(
-            [r for r, _ in chosen], [m for _, m in chosen], candidates, settings.sampling
-        )
+        evidence = Evidence(chosen, candidates, settings.sampling)
         answers += [*check_weights(evidence), *check_ratio(evidence)]
+        if settings.reference is not None:
+            noise = evidence.noise
+            rows = _with_reference(rows, evidence, settings.reference)
     else:
         text = "the file has no token ids; see the page of this command for how to record them"
         answers += [Answer("weights", "unknown", text), Answer("ratio", "unknown", text)]
-    found = list(batches(rows, masks, settings.kl_coef))
-    answers += [
-        *check_advantages(found, settings.algorithm, settings.kl_in),
-        *check_kl(rows, masks, settings.kl),
-        *check_loss(rows, masks, settings.loss_average),
-    ]
+    found = list(batches(rows, settings.kl, settings.kl_coef, noise))
+    answers += check_advantages(found, settings.algorithm, penalized=settings.kl_in == "reward")
+    answers += [*check_kl(rows, settings.kl), *check_loss(rows, settings.loss_average)]
     order = list(ITEMS)
-    return Verification(
-        len(rows), len(chosen), sorted(answers, key=lambda one: order.index(one.item))
-    )
+    answers.sort(key=lambda answer: order.index(answer.item))
+    return Verification(len(rows), len(chosen), answers)
+
+
+def _with_reference(rows: Sequence[Row], evidence: Evidence, name: str) -> list[Row]:
+    """Compute the reference's log-probabilities, and the policy's, of rows that have none."""
+    policy = evidence.candidates[0]
+    reference = next((each for each in evidence.candidates if each.name == name), None)
+    if reference is None:
+        raise ValueError(f"--reference is {name}; give one of the names of --weights")
+    filled = []
+    for row in rows:
+        if row.ids is not None and "ref" not in row.tokens:
+            temperature = evidence.temperature(row)
+            own = {"old": policy} if row.policy is None else {}
+            new = {
+                column: candidate.facts(row.ids, temperature).logprobs
+                for column, candidate in (own | {"ref": reference}).items()
+            }
+            row = replace(row, tokens=row.tokens | new)
+        filled.append(row)
+    return filled

@@ -43,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
     add("--kl", choices=("k1", "k2", "k3"), help="form of the recorded KL; default: any")
     add("--kl_in", choices=("reward", "loss"), help="where the KL penalty is")
     add("--kl_coef", type=float, default=0.0, help="its strength, where it is in the reward")
+    add("--reference", metavar="NAME", help="the weights that the KL is to, where not recorded")
     add("--truncated", choices=("train", "mask"), help="what becomes of truncated responses")
     add("--max_new_tokens", type=int, help="tokens that a response may have")
     add(
@@ -74,44 +75,39 @@ def run_verify(arguments: Sequence[str]) -> None:
         SystemExit: With 3 if there is a fault.
     """
     options = parser().parse_args(arguments)
-    named = [text.partition("=") for text in options.weights]
-    if any(not (name and path) for name, _, path in named):
-        raise ConfigError("--weights takes a name and a path, such as base=my-org/base")
-    if len({name for name, _, _ in named}) < len(named):
-        raise ConfigError("--weights: each needs a name of its own")
+    named = {name: path for name, _, path in (text.partition("=") for text in options.weights)}
+    if len(named) < len(options.weights) or not all(name and path for name, path in named.items()):
+        raise ConfigError("--weights takes a name of its own and a path, such as base=my-org/base")
     if options.rows < 1 or not options.temperature > 0:
         raise ConfigError("--rows must be 1 or more, and --temperature above 0")
     check_output("json", options.json)
     # not at the top: help needs none of it
+    import torch  # noqa: PLC0415
+
+    from lrlhf.apps.verify.candidate_weights import Candidate  # noqa: PLC0415
     from lrlhf.apps.verify.formula_checks import FORMULAS  # noqa: PLC0415
-    from lrlhf.apps.verify.load_candidates import load_candidate, padding_of  # noqa: PLC0415
-    from lrlhf.apps.verify.rollout_rows import read_rollouts  # noqa: PLC0415
+    from lrlhf.apps.verify.rollout_rows import Padding, read_rollouts  # noqa: PLC0415
     from lrlhf.apps.verify.sampling_checks import Sampling  # noqa: PLC0415
     from lrlhf.apps.verify.verification import Settings, verify  # noqa: PLC0415
+    from lrlhf.cli.trained_policy import load_trained  # noqa: PLC0415
 
     if options.algorithm is not None and options.algorithm not in FORMULAS:
         raise ConfigError(f"--algorithm is {options.algorithm}; known are {', '.join(FORMULAS)}")
-    candidates = [
-        load_candidate(name, path, options.engine_dtype, options.device, options.trust_remote_code)
-        for name, _, path in named
-    ]
-    sampling = Sampling(options.temperature, options.top_p, options.top_k, options.min_p)
+    candidates = []
+    for name, path in named.items():
+        policy = load_trained(
+            path, device=options.device, trust_remote_code=options.trust_remote_code
+        ).policy
+        stored = next(policy.model.parameters()).dtype
+        dtype = getattr(torch, options.engine_dtype) if options.engine_dtype else stored
+        candidates.append(Candidate(name, policy.model.float(), policy.tokenizer, dtype))
+    pad = candidates[0].tokenizer.pad_token_id
+    given = {name: value for name, value in vars(options).items() if name in Settings._fields}
+    sampling = Sampling(**{name: getattr(options, name) for name in Sampling._fields})
     try:
-        result = verify(
-            read_rollouts(options.rollouts, padding_of(candidates[0])),
-            candidates,
-            Settings(
-                algorithm=options.algorithm,
-                kl=options.kl,
-                kl_in=options.kl_in,
-                kl_coef=options.kl_coef,
-                truncated=options.truncated,
-                max_new_tokens=options.max_new_tokens,
-                loss_average=options.loss_average,
-                sampling=sampling,
-                most_rows=options.rows,
-            ),
-        )
+        rows = read_rollouts(options.rollouts, Padding(pad, pad in candidates[0].end_ids))
+        settings = Settings(**given, sampling=sampling, most_rows=options.rows)
+        result = verify(rows, candidates, settings)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
     sys.stdout.write(safe(f"{result.as_text()}\n"))

@@ -31,8 +31,6 @@ class VerifyRollouts(KeepsArguments, L.Callback, RolloutListener):
         every: Check the first iteration and each so many.
         rows: Responses of an iteration that are checked at most.
         algorithm: Whose advantages they are, see `Settings.algorithm`; None: any.
-        kl_in: ``reward`` where a k1 penalty is part of the scores; else it is not.
-        kl_coef: Strength of that penalty.
         stop: Raise when something is wrong, in place of a warning.
 
     Raises:
@@ -44,15 +42,13 @@ class VerifyRollouts(KeepsArguments, L.Callback, RolloutListener):
         every: int = 50,
         rows: int = 32,
         algorithm: str | None = None,
-        kl_in: str | None = None,
-        kl_coef: float = 0.0,
         stop: bool = False,
     ) -> None:
         for name, value in {"every": every, "rows": rows}.items():
             if value < 1:
                 raise ValueError(f"VerifyRollouts {name} is {value}; it must be at least 1")
         self.every, self.rows, self.stop = every, rows, stop
-        self.algorithm, self.kl_in, self.kl_coef = algorithm, kl_in, kl_coef
+        self.algorithm = algorithm
 
     def on_rollout(
         self,
@@ -64,38 +60,31 @@ class VerifyRollouts(KeepsArguments, L.Callback, RolloutListener):
         step = running_step(trainer)
         if not isinstance(module, PolicyModule) or not (step == 1 or step % self.every == 0):
             return
-        own = experience.weight_version
-        # versions count the iterations behind the weights
-        current = None if own is None else own == step - 1
-        rows = [
-            row
-            for number, row in enumerate(rows_of_batch(experience, f"step {step}"))
-            if current is None or bool(current[number])
-        ]
+        rows = list(rows_of_batch(experience, f"step {step}"))
+        if experience.weight_version is not None:
+            # versions count the iterations behind the weights
+            current = (experience.weight_version == step - 1).tolist()
+            rows = [row for row, flag in zip(rows, current, strict=True) if flag]
         if not rows:
             return
-        sampling = module.settings.sampling
-        options = Sampling(
-            sampling.temperature, sampling.top_p or 1.0, sampling.top_k or 0, sampling.min_p or 0.0
+        run = module.settings
+        named = {name: getattr(run.sampling, name) for name in Sampling._fields}
+        settings = Settings(
+            algorithm=self.algorithm,
+            kl=(run.reference.kl_estimator or "k1") if run.kl_in_reward else None,
+            kl_in="reward" if run.kl_in_reward else "loss",
+            kl_coef=module.kl_coef,
+            # an option that is None is off
+            sampling=Sampling(**{name: value for name, value in named.items() if value}),
+            most_rows=self.rows,
         )
-        model = module.policy
-        candidate = Candidate("policy", model, module.tokenizer, torch.float32)
-        with evaluating(model):
-            result = verify(
-                rows,
-                [candidate],
-                Settings(
-                    algorithm=self.algorithm,
-                    kl_in=self.kl_in,
-                    kl_coef=self.kl_coef,
-                    sampling=options,
-                    most_rows=self.rows,
-                ),
-            )
+        candidate = Candidate("policy", module.policy, module.tokenizer, torch.float32)
+        with evaluating(module.policy):
+            result = verify(rows, [candidate], settings)
         module.log("verify/faults", float(len(result.faults)), batch_size=len(rows))
         if not result.faults:
             return
-        found = "; ".join(f"{fault.item}: {fault.text}" for fault in result.faults)
+        text = "; ".join(f"{fault.item}: {fault.text}" for fault in result.faults)
         if self.stop:
-            raise RuntimeError(f"VerifyRollouts: iteration {step}: {found}")
-        module.print(f"VerifyRollouts: iteration {step}: {found}")
+            raise RuntimeError(f"VerifyRollouts: iteration {step}: {text}")
+        module.print(f"VerifyRollouts: iteration {step}: {text}")
