@@ -221,6 +221,7 @@ def check_advantages(
         if not fits:
             return [*answers, Answer("advantages", "unknown", "no formula that is known fits them")]
         return [*answers, Answer("advantages", "sound", text)]
+    fits.sort(key=lambda name: not name.startswith(algorithm))
     seen = f"{fits[0]} fits all" if fits else _multiple(used, algorithm)
     text = f"{len(wrong):,} of {total:,} advantages are not those of {algorithm}; {seen}"
     return [*answers, Answer("advantages", "fault", text, {"fits": fits}, wrong)]

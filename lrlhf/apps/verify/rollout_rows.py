@@ -43,6 +43,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "losses": ("losses", "token_losses"),
     "versions": ("versions", "token_versions"),
     "score": ("score", "scores", "reward", "rewards"),
+    "token_scores": ("token_level_scores",),
     "parts": ("rewards", "reward_parts"),
     "weights": ("reward_weights", "weights"),
     "group": ("group", "group_id", "group_ids", "uid", "index", "example_id"),
@@ -287,6 +288,8 @@ def _of_record(record: Mapping[str, Any], place: str, padding: Padding, step: in
     score = get("score", int, float, list)
     if isinstance(score, list):  # prime-rl repeats it for each token
         score = next((value for value in reversed(score) if value is not None), None)
+    if score is None and (tokens := get("token_scores", list)) is not None:
+        score = sum(tokens)
     if score is None:
         score = sum(row.parts.values()) if row.parts else math.nan
     row.score = float(score)
