@@ -95,6 +95,11 @@ COMMANDS = {
         "what the rewards of a config say of given responses, or said in a run",
         "lrlhf.apps.lab.config_commands:RewardRunner",
     ),
+    "verify": Command(
+        "check rollouts of any trainer: which weights, which tokens, which formulas",
+        "lrlhf.apps.verify.verify_command:run_verify",
+        CommandKind.OPTIONS,
+    ),
     "export": Command(
         "write a checkpoint's model as a folder that transformers loads",
         "lrlhf.cli.application:Exporter",
