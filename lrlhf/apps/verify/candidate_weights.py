@@ -134,15 +134,7 @@ class Candidate:
 def continued_logprobs(
     first: Candidate, second: Candidate, ids: Tensor, change: int, temperature: float
 ) -> Tensor:
-    """Return `[T]`: log-probabilities where the weights changed and the cache was kept.
-
-    Args:
-        first: Weights that computed keys and values of the tokens before the change.
-        second: Weights that sampled the tokens from ``change`` on.
-        ids: The row.
-        change: Position of the first token that ``second`` sampled.
-        temperature: Of the sampling.
-    """
+    """Return `[T]`: those of ``second`` from position ``change`` on, with the first one's cache."""
     models = [plain_model(first.model), plain_model(second.model)]
     row = ids[None].to(models[0].device)
     # the token before the change is the first that goes through the new weights

@@ -124,10 +124,10 @@ def batches(
         prompt = () if row.ids is None else tuple(row.ids[: row.start].tolist())
         key = repr(row.prompt) if row.prompt is not None else prompt
         steps[row.step][key if row.group is None else row.group].append(row)
-    filler = Row(place="", ids=torch.zeros(0, dtype=torch.int64))
+    padding = Row(place="", ids=torch.zeros(0, dtype=torch.int64))
     for _, groups in sorted(steps.items()):
         size = max([2, *map(len, groups.values())])
-        filled = [row for own in groups.values() for row in own + [filler] * (size - len(own))]
+        filled = [row for own in groups.values() for row in own + [padding] * (size - len(own))]
         columns = zip(*(_columns(row, form or "k1") for row in filled), strict=True)
         mask, advantages, kl = (pad_sequence(list(each), batch_first=True) for each in columns)
         if not advantages.isfinite().any():

@@ -102,8 +102,10 @@ def run_verify(arguments: Sequence[str]) -> None:
         dtype = getattr(torch, options.engine_dtype) if options.engine_dtype else stored
         candidates.append(Candidate(name, policy.model.float(), policy.tokenizer, dtype))
     pad = candidates[0].tokenizer.pad_token_id
-    given = {name: value for name, value in vars(options).items() if name in Settings._fields}
-    sampling = Sampling(**{name: getattr(options, name) for name in Sampling._fields})
+    given = {
+        name: value for name, value in vars(options).items() if name in Settings.__annotations__
+    }
+    sampling = Sampling(**{name: getattr(options, name) for name in Sampling.__annotations__})
     try:
         rows = read_rollouts(options.rollouts, Padding(pad, pad in candidates[0].end_ids))
         settings = Settings(**given, sampling=sampling, most_rows=options.rows)

@@ -23,7 +23,7 @@ from lrlhf.types import Experience
 class VerifyRollouts(KeepsArguments, L.Callback, RolloutListener):
     """Checks a sample of the run's rollouts against its weights and logs ``verify/faults``.
 
-    Responses that earlier weights sampled wholly or partly are left out: those weights are gone.
+    Groups with responses that earlier weights sampled are left out: those weights are gone.
     Each rank checks its own rows, with the policy in memory; a policy that is split over ranks
     cannot be checked like that.
 
@@ -64,13 +64,18 @@ class VerifyRollouts(KeepsArguments, L.Callback, RolloutListener):
         if experience.weight_version is not None:
             # versions count the iterations behind the weights
             current = (experience.weight_version == step - 1).tolist()
-            rows = [row for row, flag in zip(rows, current, strict=True) if flag]
+            # a baseline needs the whole group
+            older = {row.group for row, flag in zip(rows, current, strict=True) if not flag}
+            rows = [row for row in rows if row.group not in older]
         if not rows:
             return
         run = module.settings
-        named = {name: getattr(run.sampling, name) for name in Sampling._fields}
+        # what is whitened over the batch needs all rows of all ranks
+        whole = trainer.world_size == 1 and len(rows) == len(experience)
+        known = whole or run.algorithm.estimator.normalize == "none"
+        named = {name: getattr(run.sampling, name) for name in Sampling.__annotations__}
         settings = Settings(
-            algorithm=self.algorithm,
+            algorithm=self.algorithm if known else None,
             kl=(run.reference.kl_estimator or "k1") if run.kl_in_reward else None,
             kl_in="reward" if run.kl_in_reward else "loss",
             kl_coef=module.kl_coef,

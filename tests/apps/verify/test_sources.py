@@ -230,7 +230,7 @@ def test_a_penalty_is_found_where_it_is_and_nowhere_else(form: str) -> None:
 
 
 class Planted(VerifyRollouts):
-    """Checks a wrong mask, or weights that did not sample the responses."""
+    """Checks a wrong mask, weights that did not sample, or a response of older weights."""
 
     def __init__(self, fault: str) -> None:
         super().__init__(every=1, algorithm="rloo", stop=True)
@@ -240,6 +240,10 @@ class Planted(VerifyRollouts):
         if self.fault == "mask":
             shifted = experience.loss_mask.roll(-1, dims=1)
             experience = replace(experience, loss_mask=shifted)
+        if self.fault == "older":
+            version = torch.zeros(len(experience), dtype=torch.int64)
+            version[:1] = -1
+            experience = replace(experience, weight_version=version)
         if self.fault == "weights":
             with torch.no_grad():
                 module.policy.get_input_embeddings().weight.mul_(1.5)
@@ -268,7 +272,7 @@ def run(tmp_path: Path) -> Callable[..., Any]:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": f"say {word}"}) for word in "abcdefgh"))
 
-    def train(*callbacks: Any, **reference: Any) -> Any:
+    def train(*callbacks: Any, steps: int = 2, **reference: Any) -> Any:
         settings = {"kl_coef": 0.5, "model": CausalLM(source=str(tmp_path / "reference"))}
         module = RLOO(
             CausalLM(source=str(tmp_path / "start")),
@@ -278,7 +282,7 @@ def run(tmp_path: Path) -> Callable[..., Any]:
             optimizer=OptimizerConfig(lr=1e-3),
             reference=Reference(**(settings | reference)),
         )
-        options = {"limit_val_batches": 0}
+        options = {"limit_val_batches": 0, "steps": steps}
         return fit(module, prompts, tmp_path / "run", callbacks=[*callbacks], **options)
 
     return train
@@ -300,6 +304,11 @@ def test_a_sound_run_has_no_fault(run: Callable[..., Any], reference: dict[str, 
 def test_a_planted_fault_stops_a_run(run: Callable[..., Any], fault: str, named: str) -> None:
     with pytest.raises(RuntimeError, match=f"iteration 1: .*{named}"):
         run(Planted(fault))
+
+
+def test_the_group_of_a_response_of_earlier_weights_is_left_out(run: Callable[..., Any]) -> None:
+    trainer = run(Planted("older"), steps=1)
+    assert float(trainer.callback_metrics["verify/faults"]) == 0
 
 
 def test_files_of_a_run_are_verified_with_its_penalty(
