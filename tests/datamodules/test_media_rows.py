@@ -274,7 +274,7 @@ def test_options_of_parts_come_with_what_they_show(places: MediaReader) -> None:
         ("image", {"fps": 2}, "has fps, which is not followed"),
         ("video", {"total_pixels": 10}, "has total_pixels, which is not followed"),
         ("audio", {"max_pixels": 10}, "audios have none"),
-        ("image", {"detail": "original"}, "has detail"),
+        ("image", {"detail": "huge"}, "has detail"),
         ("image", {"max_pixels": "many"}, "max_pixels of a part is 'many', not a whole number"),
         ("image", {"max_pixels": True}, "not a whole number"),
         ("video", {"fps": 0}, "fps of a part is 0, not a number above 0"),

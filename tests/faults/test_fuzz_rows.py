@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lrlhf.datamodules import PreferenceDataModule, PromptDataModule
@@ -182,6 +182,10 @@ PAIRS = {"head_names": ["preference"]}
 @pytest.mark.parametrize(("kind", "extra"), [(PromptDataModule, {}), (PreferenceDataModule, PAIRS)])
 @fuzzing(150)
 @given(lines=st.lists(LINES, min_size=1, max_size=6), as_chat=st.booleans())
+@example(
+    lines=[b'{"prompt": [{"role": "system", "content": [{"type": "text", "text": []}]}]}'],
+    as_chat=False,
+)
 def test_any_lines_are_rows_or_bad_rows(
     tokenizer: Any,
     folder: Path,

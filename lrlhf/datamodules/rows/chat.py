@@ -199,7 +199,11 @@ def _part(part: object, column: str) -> object:
     if not isinstance(part, Mapping):
         raise wrong_type(f"{column}.content", "text, or a list of parts with a type", part)
     is_text = part.get("type", "text") in ("text", "input_text", "output_text")
-    return {**part, "type": "text"} if is_text and isinstance(part.get("text"), str) else part
+    if is_text and isinstance(part.get("text"), str):
+        return {**part, "type": "text"}
+    if part.get("type") == "text":
+        raise wrong_type(f"{column}.content", "text in its text parts", part.get("text"))
+    return part
 
 
 def _calls(value: object, column: str) -> list[Mapping[str, Any]]:
