@@ -42,7 +42,7 @@ def test_nothing_is_left_of_a_blind_page_but_its_answer() -> None:
         }
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_the_policy_learns_where_to_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
