@@ -55,7 +55,7 @@ def generalized_advantages(
         Schulman et al. 2016, eq. 11-16, https://arxiv.org/abs/1506.02438; values after the last
         token: Pardo et al. 2018, §4, https://arxiv.org/abs/1712.00378
     """
-    lams = torch.as_tensor(lam, dtype=torch.float64, device=rewards.device).view(-1, 1)
+    lams = torch.as_tensor(lam, dtype=torch.float64).view(-1, 1)
     for name, factor, within in (
         ("gamma", gamma, 0 <= gamma <= 1),
         ("lam", lam, bool(((lams >= 0) & (lams <= 1)).all())),
@@ -64,7 +64,7 @@ def generalized_advantages(
             raise ValueError(f"{name} is {factor}; it must lie in [0, 1]")
     ends = response_mask if step_ends is None else step_ends
     gammas = torch.ones_like(rewards).masked_fill(ends, gamma)
-    decays = torch.where(ends, (gamma * lams).to(rewards.dtype), 1.0)
+    decays = torch.where(ends, (gamma * lams).to(rewards), 1.0)
     columns = []
     next_advantage = torch.zeros_like(values[:, 0])
     next_value = next_advantage if final_values is None else final_values

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lrlhf.functional.advantages import discounted_returns
 from lrlhf.functional.kl import shape_rewards
-from lrlhf.functional.masking import masked_sum
+from lrlhf.functional.masking import masked_mean, masked_sum, whiten
 from lrlhf.functional.turns import step_ends
 
 Aggregate: TypeAlias = Literal["sequence_mean", "sequence_sum", "token_mean", "constant"]
@@ -23,6 +23,8 @@ LogMetric: TypeAlias = Callable[[str, Tensor | float], None]
 """What an estimator or a loss with a keyword argument ``log_metric`` gets: a metric is the mean of
 all finite values that are logged in an iteration, on all ranks."""
 LOG_METRIC = "log_metric"
+Whiten: TypeAlias = Callable[..., Tensor]
+"""Whitens the masked values of a process or of all: ``whiten(values, mask, eps=…)``."""
 
 
 def log_metric_of(function: Callable[..., Tensor], log_metric: LogMetric) -> dict[str, LogMetric]:
@@ -101,6 +103,24 @@ class Estimator(NamedTuple):
     options: Mapping[str, Any] = {}
     """Keyword arguments of the function."""
 
+    def normalized(
+        self, advantages: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], whiten: Whiten = whiten
+    ) -> Float[Tensor, "B T"]:
+        """Whiten advantages as ``normalize`` says: per token, per sequence, or not at all.
+
+        Args:
+            advantages: As the estimator returns them.
+            mask: The tokens that count.
+            whiten: `lrlhf.functional.whiten` of this process, or of all ranks.
+        """
+        if self.normalize == "token":
+            return whiten(advantages, mask, eps=1e-8) * mask
+        if self.normalize == "sequence":
+            per_row = masked_mean(advantages, mask, dim=1)
+            rows = mask.any(dim=1)
+            return advantages + (whiten(per_row, rows, eps=1e-4) - per_row)[:, None] * mask
+        return advantages
+
     @property
     def of_values(self) -> Estimator:
         """What gives the critic its targets: the same, at ``value_lam`` where that option is set.
@@ -149,20 +169,15 @@ class PolicyLoss(NamedTuple):
             seed: Of a choice by chance, the same on all ranks.
         """
         assert self.choose is not None
-        return self.choose(covariance, torch.Generator().manual_seed(seed), **self._split[1])
+        names = self.options.keys() - self.function_options.keys()
+        own = {name: self.options[name] for name in names}
+        return self.choose(covariance, torch.Generator().manual_seed(seed), **own)
 
     @property
     def function_options(self) -> dict[str, Any]:
         """The options that are not those of ``choose``."""
-        return self._split[0]
-
-    @property
-    def _split(self) -> tuple[dict[str, Any], dict[str, Any]]:
         names = inspect.signature(self.choose).parameters if self.choose else ()
-        split: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
-        for name, value in self.options.items():
-            split[name in names][name] = value
-        return split
+        return {name: value for name, value in self.options.items() if name not in names}
 
     @property
     def term_aggregate(self) -> Aggregate:

@@ -260,13 +260,13 @@ class DPO(PairModule):
         mask = loss_tokens(self.policy, both)
         reference = self._of_reference(both)
         logprobs = sequence_logprobs(self.policy, both, chunk_size=self.logprob_chunk)
-        alpha = 1.0 if self.ld_alpha is None else self.ld_alpha
+        counted, of_reference = logprobs, reference
+        if self.ld_alpha is not None:
+            counted = length_desensitized(logprobs, mask, alpha=self.ld_alpha)
+            if reference is not None:
+                of_reference = length_desensitized(reference, mask, alpha=self.ld_alpha)
         rewards = implicit_rewards(
-            length_desensitized(logprobs, mask, alpha=alpha),
-            None if reference is None else length_desensitized(reference, mask, alpha=alpha),
-            mask,
-            beta=self.beta,
-            length_normalized=self.length_normalized,
+            counted, of_reference, mask, beta=self.beta, length_normalized=self.length_normalized
         )
         scores = PairScores(*torch.split(rewards[:, None], len(batch)))
         chosen, rejected = _by_label(masked_sum(logprobs, mask, dim=1), batch.labels)

@@ -19,7 +19,7 @@ import numpy as np
 
 from lrlhf.arguments import given_arguments
 from lrlhf.foreign_files import foreign_code, read_yaml
-from lrlhf.functional import ALGORITHMS, Algorithm
+from lrlhf.functional.algorithm import Algorithm
 from lrlhf.models.sharding import CheckpointMismatchError
 from lrlhf.run.log_rows import without_secrets
 from lrlhf.secrets import HIDDEN
@@ -71,8 +71,12 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(part) for part in value]
-    if isinstance(value, Algorithm) and ALGORITHMS.get(value.name) is value:
-        return value.name
+    if isinstance(value, Algorithm):
+        # not at the top: supervised training and reward models need none of them
+        from lrlhf.functional.algorithms import ALGORITHMS  # noqa: PLC0415
+
+        if ALGORITHMS.get(value.name) is value:
+            return value.name
     if inspect.isroutine(value) or isinstance(value, type):
         return _path_of(value, f"the function {value.__qualname__} of {value.__module__}")
     return _plain_object(value)

@@ -18,7 +18,7 @@ from lrlhf.functional import EstimatorInputs, aggregate, kl_estimate
 from lrlhf.functional.advantages import group_mean_advantages
 from lrlhf.functional.algorithm import penalized_scores, spread_over_tokens
 from lrlhf.functional.algorithms import ESTIMATORS
-from lrlhf.functional.masking import masked_mean, standardize, whiten
+from lrlhf.functional.masking import standardize
 
 _COPIES = 4
 _SAFETY = 4.0
@@ -76,14 +76,8 @@ def _other_groups(inputs: EstimatorInputs) -> Tensor:
 
 def _whitened(inputs: EstimatorInputs, *, name: str) -> Tensor:
     estimator = ESTIMATORS[name]
-    advantages = estimator(inputs)
     mask = inputs.response_mask & ~inputs.scores.isnan()[:, None]
-    if estimator.normalize == "token":
-        return whiten(advantages, mask) * mask
-    if estimator.normalize == "sequence":
-        per_row = masked_mean(advantages, mask, dim=1)
-        return advantages + (whiten(per_row, mask.any(1), eps=1e-4) - per_row)[:, None] * mask
-    return advantages
+    return estimator.normalized(estimator(inputs), mask)
 
 
 FORMULAS: dict[str, Formula] = {

@@ -14,10 +14,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lrlhf.functional.advantages import has_baseline
-from lrlhf.functional.algorithm import Algorithm, EstimatorInputs, PolicyLoss, identity
+from lrlhf.functional.algorithm import Algorithm, EstimatorInputs, PolicyLoss, Whiten, identity
 from lrlhf.functional.importance import IMPORTANCE_MODES, importance_weights, rejection_mask
 from lrlhf.functional.kl import MAX_LOG_RATIO, kl_estimate
-from lrlhf.functional.masking import last_tokens, masked_mean, masked_sum
+from lrlhf.functional.masking import last_tokens, masked_sum
 from lrlhf.functional.policy import high_entropy_mask, token_covariance
 from lrlhf.functional.turns import observation_numbers
 from lrlhf.modules.metrics.metric_sums import MetricSums
@@ -109,10 +109,6 @@ class RunningScores:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]
-
-
-Whiten = Callable[..., Tensor]
-"""Whitens the masked values of all ranks: ``whiten(values, mask, eps=…)``."""
 
 
 @torch.no_grad()
@@ -333,7 +329,7 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
         # a row without a sibling has nothing to be compared with: it is no observation either
         scorable = has_baseline(scores, num_generations=num_generations)
     observed = mask & scorable[:, None]
-    advantages = _normalized(advantages, observed, estimator.normalize, whiten)
+    advantages = estimator.normalized(advantages, observed, whiten)
     if teacher_term is not None:
         advantages, observed = advantages + teacher_term * loss_mask, observed | loss_mask
     return replace(
@@ -467,16 +463,6 @@ def _token_columns(experience: Experience) -> dict[str, Tensor]:
         "ref_logprobs": experience.ref_logprobs,
     }
     return {name: column for name, column in columns.items() if column is not None}
-
-
-def _normalized(advantages: Tensor, mask: Tensor, level: str, whiten: Whiten) -> Tensor:
-    if level == "token":
-        return whiten(advantages, mask, eps=1e-8) * mask
-    if level == "sequence":
-        per_row = masked_mean(advantages, mask, dim=1)
-        rows = mask.any(dim=1)
-        return advantages + (whiten(per_row, rows, eps=1e-4) - per_row)[:, None] * mask
-    return advantages
 
 
 def off_policy_rows(rollout: Rollout, *, exact: bool, step: int) -> Tensor:
