@@ -81,9 +81,11 @@ MAX_BODY_BYTES: Final = 8_000_000
 MAX_BODY_BYTES_WITH_IMAGES: Final = 64_000_000
 """Of one that repeats the screenshots of a conversation."""
 _MAX_PIXELS: Final = 2**28
-"""Of the distinct images of a request, as they are scaled: 805 MB."""
+"""Of the distinct images of a request, as they are scaled: 1.1 GB."""
 _MAX_VALUES: Final = 200_000
 """Of the JSON in it, see `parse_json`."""
+_READERS: Final = 4
+"""Threads that read the images of all agents' requests."""
 _SMALL: Final = 65_536
 """Bytes of a body that is parsed at once."""
 _BODY_SECONDS: Final = 60.0
@@ -402,7 +404,7 @@ class _Conversations:
 
 
 def _app(conversations: _Conversations, media: MediaOptions | None) -> Starlette:
-    reader = ThreadPoolExecutor(1, "agents-reader")
+    reader = ThreadPoolExecutor(_READERS, "agents-reader")
 
     async def complete(request: Request) -> Response:
         key = _key(request)

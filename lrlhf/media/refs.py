@@ -228,6 +228,7 @@ UNNAMED = "image #"
 """How names of images begin that have no file."""
 
 
-def image_name(image: Image.Image) -> str:
-    """Return what messages and logs call an image that has no file: by its pixels."""
-    return f"{UNNAMED}{MediaRefs((image,)).key[:8]} of {image.width} x {image.height} pixels"
+def image_name(image: Image.Image, key: str | None = None) -> str:
+    """Return what messages and logs call an image that has no file: by its pixels, or their key."""
+    key = key or MediaRefs((image,)).key
+    return f"{UNNAMED}{key[:8]} of {image.width} x {image.height} pixels"

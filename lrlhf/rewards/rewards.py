@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from jaxtyping import Float, Int
+from PIL import Image
 from torch import Tensor
 
 from lrlhf.arguments import KeepsArguments
@@ -331,7 +332,7 @@ class Rewards(KeepsArguments):
             )
         ends = isinstance(function, RewardFunction) and function.ends_by_itself
         arguments = chosen_arguments(name, signature, available, filled_by_python(function))
-        arguments |= _copied_images(arguments)
+        arguments |= _own_images(arguments)
         return Call(name, function, arguments, unlimited=self._spares_some and ends)
 
     def _combine(
@@ -551,24 +552,40 @@ def _copied(value: Any) -> Any:
     """Return text as it is, and the turns of a chat or token ids as a list that may be changed."""
     if isinstance(value, str):
         return value
-    copied = [{**entry} if isinstance(entry, Mapping) else entry for entry in value]
+    # with the parts of messages, which rows and records share: functions put images into them
+    copied = [copy.deepcopy({**entry}) if isinstance(entry, Mapping) else entry for entry in value]
     return with_segments(copied, getattr(value, "segments", None))
 
 
-def _copied_images(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy images, which rows, functions and the rollout share; an image of several rows once."""
-    copies: dict[int, Any] = {}
-    copied: dict[str, Any] = {}
+def _own_images(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Give a function images that it may change: rows, functions and the rollout share theirs.
+
+    The pixels are copied by Pillow, and only of an image that is drawn on.
+    """
+    views: dict[int, Any] = {}
+
+    def view(image: Any) -> Any:
+        if not isinstance(image, Image.Image):
+            return image
+        if id(image) not in views:
+            views[id(image)] = own = Image.Image()
+            image.load()
+            vars(own).update(vars(image), info={**image.info})
+            own.readonly = 1
+        return views[id(image)]
+
+    own: dict[str, Any] = {}
     if "images" in arguments:
-        copied["images"] = copy.deepcopy(arguments["images"], copies)
+        own["images"] = [
+            [*map(view, row)] if isinstance(row, list | tuple) else row
+            for row in arguments["images"]
+        ]
     if "episodes" in arguments:
-        copied["episodes"] = [
-            replace(one, images=copy.deepcopy(one.images, copies))
-            if isinstance(one, Episode) and one.images
-            else one
+        own["episodes"] = [
+            replace(one, images=tuple(map(view, one.images))) if isinstance(one, Episode) else one
             for one in arguments["episodes"]
         ]
-    return copied
+    return own
 
 
 def as_rewards(rewards: object) -> Rewards:

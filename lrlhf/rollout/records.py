@@ -40,6 +40,7 @@ def rollout_records(
     media = prompts.media or (None,) * len(prompts)
     prompt_texts = _prompt_texts(prompts, rollout, tokenizer)
     episodes = rollout.episodes or (None,) * len(rollout)
+    row_media = rollout.media or (None,) * len(rollout)
     records = []
     token_ids = response_ids(rollout, prompts, given=True)
     runs = response_runs(rollout, prompts)
@@ -70,7 +71,7 @@ def rollout_records(
                 "weight_version": weight_version if version is None else int(version[row]),
                 **_versions(rollout, row),
                 "columns": plain_json(prompts.columns[group]),
-                **_media(shown, episode),
+                **_media(shown, episode, row_media[row]),
                 "extras": {
                     name: plain_json(values[row]) for name, values in rewards.extras.items()
                 },
@@ -80,7 +81,7 @@ def rollout_records(
     return records
 
 
-def _media(shown: Media | None, episode: Episode | None) -> dict[str, Any]:
+def _media(shown: Media | None, episode: Episode | None, of_row: Media | None) -> dict[str, Any]:
     """Name what the prompt shows, and the images behind it, in order."""
     names = [] if shown is None else list(shown.names)
     if episode is not None:
@@ -89,7 +90,12 @@ def _media(shown: Media | None, episode: Episode | None) -> dict[str, Any]:
         own = (one is other or one == other for one, other in zip(images, of_prompt, strict=False))
         if len(images) < count or not all(own):
             count = 0  # an agent sends its own
-        names = [*names[:count], *map(image_name, images[count:]), *others]
+        # names of pixels take their time: those of the row's own images are known
+        known = (
+            {} if of_row is None else dict(zip(map(id, of_row.images), of_row.names, strict=False))
+        )
+        own_names = [known.get(id(one)) or image_name(one) for one in images[count:]]
+        names = [*names[:count], *own_names, *others]
     return {"media": names} if names else {}
 
 

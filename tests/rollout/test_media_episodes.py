@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from openai import BadRequestError, OpenAI
-from PIL import Image
+from PIL import Image, ImageDraw
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -29,7 +29,7 @@ from lrlhf.datamodules.rows.collate import collate_prompts
 from lrlhf.environments import Episodes, TextEnvironment, agents
 from lrlhf.environments.session import TurnPrompt
 from lrlhf.guard.dump import StepBundle, read_bundle, write_bundle
-from lrlhf.media import MediaOptions, MediaProcessor, read_image
+from lrlhf.media import MediaOptions, MediaProcessor, read_image, refs
 from lrlhf.media.decode import MediaError
 from lrlhf.media.parts import read_parts, without_images
 from lrlhf.models import allow_packing, sequence_logprobs
@@ -647,18 +647,35 @@ def test_rewards_get_all_images_in_order_and_records_name_them() -> None:
         assert len(record["media"]) == len(seeds)
 
 
+def shown_in(*messages: Any) -> list[Any]:
+    contents = [each["content"] for each in messages if isinstance(each["content"], list)]
+    return [part for content in contents for part in content if part["type"] == "image"]
+
+
 def test_what_a_reward_does_to_its_images_is_seen_nowhere_else() -> None:
     vlm = build_vlm("qwen2_vl")
     sizes: list[Any] = []
+    held: list[Any] = []
 
-    def shrinks(images: Any, episodes: Any) -> list[float]:
+    def draws(images: Any, episodes: Any, prompts: Any, completions: Any) -> list[float]:
+        for own, prompt, completion in zip(images, prompts, completions, strict=True):
+            waiting = iter(own)
+            for part in shown_in(*prompt, *completion):
+                part["image"] = next(waiting)  # as an API takes them
         for own in (*images, *(one.images for one in episodes)):
             for image in own:
+                image.info["drawn"] = True
+                image.putpixel((0, 0), (1, 2, 3))
+                ImageDraw.Draw(image).line((0, 0, 9, 9), fill="red")
                 image.thumbnail((8, 8))
         return [1.0] * len(images)
 
-    def looks(images: Any, episodes: Any) -> list[float]:
-        sizes.extend(own.size for one in (*images, *(e.images for e in episodes)) for own in one)
+    def looks(images: Any, episodes: Any, prompts: Any, completions: Any) -> list[float]:
+        everything = [own for one in (*images, *(e.images for e in episodes)) for own in one]
+        sizes.extend(own.size for own in everything)
+        held.extend(own.im for own in everything)
+        for prompt, completion in zip(prompts, completions, strict=True):
+            assert shown_in(*prompt, *completion) == [{"type": "image"}] * 3
         return [1.0] * len(images)
 
     episodes = EpisodeEngine(
@@ -666,17 +683,23 @@ def test_what_a_reward_does_to_its_images_is_seen_nowhere_else() -> None:
     )
     episodes.attach(*vlm)
     episodes.use_chat(ChatFormat(vlm.tokenizer))
-    collector = Collector(episodes, Rewards([shrinks, looks]), vlm.tokenizer, shows_media=True)
+    collector = Collector(episodes, Rewards([draws, looks]), vlm.tokenizer, shows_media=True)
     collected = collector.collect(
         prompts_of(vlm, [0]), LONG, seeds=range(2), step=0, phase=lambda _: nullcontext()
     )
     shown = [picture(seed) for seed in (0, 10, 11)]
     assert sizes == [image.size for image in shown] * 4
+    pixels = set[int]()
     for one in collected.rollout.episodes or ():
         assert all(map(np.array_equal, one.images, shown))
+        assert shown_in(*one.prompt, *one.messages) == [{"type": "image"}] * 3
+        assert not any(image.info for image in one.images)
+        pixels |= {id(image.im) for image in one.images}
+    assert {id(each) for each in held} == pixels  # which are not copied to be looked at
     for record, media in zip(collected.records, collected.rollout.media or (), strict=True):
         assert media is not None
         assert record["media"] == list(media.names)
+        assert shown_in(*record["messages"], *record["episode"]) == [{"type": "image"}] * 3
 
 
 def test_stored_rollouts_and_checkpoints_hold_what_episodes_show(
@@ -824,3 +847,65 @@ def test_an_agent_shows_images_in_its_requests(monkeypatch: pytest.MonkeyPatch) 
         refused, ("remote file", "there is no media.root", "not base64"), strict=True
     ):
         assert expected in told
+
+
+@pytest.mark.parametrize("newest", [1, 2])
+def test_screenshots_that_an_agent_leaves_out_stay_where_they_were_seen(
+    newest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vlm = build_vlm("qwen2_vl")
+    told = ["one", "two", "three", "four"]
+    digested: list[Any] = []
+    feed = refs._feed
+
+    def counted(digest: Any, value: Any) -> None:
+        digested.extend([value] if isinstance(value, Image.Image) else [])
+        feed(digest, value)
+
+    monkeypatch.setattr(refs, "_feed", counted)
+
+    def solve(base_url: str, api_key: str, model: str) -> None:
+        messages: list[Any] = []
+        with OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            for turn, word in enumerate(told):
+                picture_part = {"type": "image_url", "image_url": {"url": data_url(picture(turn))}}
+                content = [{"type": "text", "text": word}, picture_part]
+                messages.append({"role": "user", "content": content})
+                for old in messages[: 1 - 2 * newest : 2]:
+                    old["content"] = old["content"][:1]
+                first = {"role": "system", "content": f"turn {turn}"}
+                reply = client.chat.completions.create(model=model, messages=[first, *messages])
+                messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+
+    episodes = EpisodeEngine(ScriptedEngine(lambda _: "w<|im_end|>"), Episodes(agent=solve))
+    episodes.attach(*vlm)
+    episodes.use_chat(ChatFormat(vlm.tokenizer))
+    sampling = Sampling(max_new_tokens=4000)
+    collected = Collector(
+        episodes,
+        Rewards([lambda images: [*map(float, map(len, images))]]),
+        vlm.tokenizer,
+        shows_media=True,
+    ).collect(prompts_of(vlm, []), sampling, seeds=[0], step=0, phase=lambda _: nullcontext())
+    (episode,) = collected.rollout.episodes or ()
+    assert (episode.failure, episode.turns) == ("", 4)
+
+    def user(word: str) -> dict[str, Any]:
+        return {"role": "user", "content": [{"type": "text", "text": word}, {"type": "image"}]}
+
+    wrote = {"role": "assistant", "content": "w"}
+    assert episode.prompt == ({"role": "system", "content": "turn 0"}, user("one"))
+    expected: list[Any] = [wrote]
+    for turn in range(1, 4):
+        expected += [{"role": "system", "content": f"turn {turn}"}, user(told[turn]), wrote]
+    assert list(episode.messages) == expected
+    assert all(map(np.array_equal, episode.images, map(picture, range(4))))
+    assert len(episode.images) == len(collected.records[0]["media"]) == 4
+    assert collected.rewards.scores.tolist() == [4.0]
+    # each turn is sampled behind what its request shows
+    (media,) = collected.rollout.media or ()
+    assert media is not None
+    seen = [seed for turn in range(4) for seed in range(max(0, turn + 1 - newest), turn + 1)]
+    assert len(media.images) == len(seen)
+    assert all(map(np.array_equal, media.images, map(picture, seen)))
+    assert len(digested) == 4  # once, however often it is shown

@@ -89,11 +89,12 @@ def test_log_probabilities_with_images_agree_after_every_push(
     engine, vlm = shown
     prompts = mixed_prompts(vlm)
     sampling = Sampling(max_new_tokens=8, temperature=0.8)
-    for version in range(1, 3):
+    for version in range(1, 11):
         disturb(vlm.model, seed=version, scale=0.02)
         engine.push(version)
         rollout = engine.generate(prompts, sampling, num_generations=3, seeds=range(12))
-        assert gap(vlm, rollout, 0.8) < 1e-4
+        # float32 alone puts trainer and engine up to 1.7e-5 away from the same pass in float64
+        assert gap(vlm, rollout, 0.8) < 5e-5
     assert rollout.media is not None
     assert prompts.media is not None
     for position, entry in enumerate(rollout.media):

@@ -130,8 +130,9 @@ def _image_counts(lengths: Sequence[int], longest: int, images: int) -> list[int
         return [*lengths]
     # a single mark among runs of them is what the policy wrote
     counts = [int(length > 1) for length in lengths]
+    runs = [at for at, length in enumerate(lengths) if length > 1]  # single marks may be many
     for _ in range(images - sum(counts)):  # images side by side make one run
-        most = max(range(len(lengths)), key=lambda at: lengths[at] / max(1, counts[at]))
+        most = max(runs, key=lambda at: lengths[at] / counts[at])
         if counts[most] >= lengths[most]:
             break
         counts[most] += 1

@@ -30,7 +30,10 @@ _ANCHOR = "\n"
 """Prefix of texts to tokenise: some tokenizers put a space before the first word."""
 
 
-_encoded_images: ContextVar[dict[str, Encoded]] = ContextVar("encoded_images")
+_encoded_images: ContextVar[dict[str | int, tuple[Encoded, Image.Image]]] = ContextVar(
+    "encoded_images"
+)
+"""By what they show, and by object, of which agents and histories show the same in every turn."""
 
 
 @contextmanager
@@ -111,7 +114,10 @@ class ImageTokenizer:
         return ContextTokens(expanded, tuple(media))
 
     def _encoded(self, image: Image.Image) -> Encoded:
-        key, known = MediaRefs((image,)).key, _encoded_images.get()
+        known = _encoded_images.get()
+        if id(image) in known:
+            return known[id(image)][0]
+        key = MediaRefs((image,)).key
         if key not in known:
             assert self._processor is not None  # else there are no marks
             if not self.follows:
@@ -121,14 +127,16 @@ class ImageTokenizer:
                     remedy="show images in the prompts of the data only, and list the "
                     "descriptions of tools in data.tools",
                 )
-            known[key] = self._processor.encode(
+            encoded = self._processor.encode(
                 self._processor.markers["image"],
                 [image],
                 [],
                 prompt_ids=[self._mark],
-                names=(image_name(image),),
+                names=(image_name(image, key),),
             )
-        return known[key]
+            known[key] = encoded, image
+        known[id(image)] = known[key][0], image  # which keeps its id
+        return known[key][0]
 
 
 class DialogueTokenizer:

@@ -10,6 +10,7 @@ import torch
 
 from lrlhf.environments.session import EpisodeSession, Reaction, TurnTokens
 from lrlhf.media.parts import without_images
+from lrlhf.rewards.function import content_text
 from lrlhf.rollout.responses import Response
 from lrlhf.rollout.texts import TurnText
 from lrlhf.types import Episode, Media, Message, Prompt
@@ -193,18 +194,27 @@ class EpisodeState:
         self.response, self._fork = self.response.with_tokens(ids, fork=self._fork), 0
 
     def new_messages(self, conversation: Sequence[Message]) -> tuple[Message, ...]:
-        """Return the messages of a conversation from where it differs from this one.
+        """Return the messages of a conversation that are not in this one.
 
-        Turns of the policy may differ in wording. Turns that somebody else wrote in its role are
-        left out.
+        Turns of the policy may differ in wording, and images may be missing. From where the
+        conversations differ, messages behind the last turn are new whatever they say. Turns that
+        somebody else wrote in the policy's role are left out.
         """
-        same = 0
-        for own, other in zip(self.messages, conversation, strict=False):
-            alike = own["role"] == "assistant" or own.get("content") == other.get("content")
-            if own["role"] != other["role"] or not alike:
+        own, same = self.messages, 0
+        for one, other in zip(own, conversation, strict=False):
+            if one["role"] != other["role"]:
+                break
+            if one["role"] != "assistant" and not _repeats(other, one):
                 break
             same += 1
-        return tuple(message for message in conversation[same:] if message["role"] != "assistant")
+        turns = [at for at, each in enumerate(conversation) if each["role"] == "assistant"]
+        return tuple(
+            each
+            for at, each in enumerate(conversation)
+            if at >= same
+            and each["role"] != "assistant"
+            and (at > max(turns, default=-1) or not any(_repeats(each, one) for one in own))
+        )
 
     def continue_from(self, prompt: ContextTokens) -> ContextTokens:
         """Make the longest known prefix of a prompt the context of the next turn.
@@ -258,3 +268,14 @@ class EpisodeState:
             release=release,
             call_contents=tuple(self.call_contents),
         )
+
+
+def _repeats(message: Message, earlier: Message) -> bool:
+    """Whether a message is an earlier one, some of whose images may be missing."""
+    if message["role"] != earlier["role"]:
+        return False
+    if message.get("content") == earlier.get("content"):
+        return True
+    texts = [content_text(each.get("content")) for each in (message, earlier)]
+    images, shown = (without_images((each,))[1] for each in (message, earlier))
+    return bool(shown) and texts[0] == texts[1] and all(image in shown for image in images)

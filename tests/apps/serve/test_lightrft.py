@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from typing import Any
 
 import pytest
@@ -101,6 +102,20 @@ def test_what_a_policy_writes_is_no_image(
     marks = TextMarks(media=("<image>", "<video>"))
     request = read_lightrft_request(body, RequestLimits(), marks)
     assert (*request.prompts, *request.completions) == tuple(map(text, expected))
+
+
+def test_many_marks_that_a_policy_writes_take_no_time() -> None:
+    prompt = "<image>" * 1024 + "look"
+    body = {
+        "queries": [prompt + "<image> " * 100_000],
+        "prompts": [prompt],
+        "images": [[text_of(file_of(picture(0)))] * 256],
+    }
+    start = time.monotonic()
+    limits, marks = RequestLimits(max_chars=10**6), TextMarks(media=("<image>",))
+    request = read_lightrft_request(body, limits, marks)
+    assert time.monotonic() - start < 10
+    assert request.prompts == ["<image>" * 256 + "look"]
 
 
 def test_what_is_no_request_is_told_so_and_nothing_but_marks_takes_no_time(

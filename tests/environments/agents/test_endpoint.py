@@ -1,6 +1,8 @@
 import asyncio
+import base64
 import contextlib
 import gc
+import io
 import itertools
 import json
 import logging
@@ -10,6 +12,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,6 +21,7 @@ import httpx
 import openai
 import pytest
 from openai import OpenAI
+from PIL import Image
 
 from lrlhf import web
 from lrlhf.environments import agents
@@ -234,6 +239,27 @@ def test_the_log_has_no_line_for_every_request(
         assert post(endpoint, {"messages": HI}, lambda _: 1 / 0).status_code == 500
     assert len(caplog.messages) == 2
     assert caplog.messages[1].endswith("10 times by now")
+
+
+def test_images_of_two_agents_are_read_at_once(
+    endpoint: ChatEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint.media = MediaOptions()
+    both = threading.Barrier(2)
+
+    def read(*_: Any) -> Image.Image:
+        both.wait(10.0)
+        return Image.new("RGB", (9, 9))
+
+    monkeypatch.setattr(agents, "read_image", read)
+    file = io.BytesIO()
+    Image.new("RGB", (9, 9)).save(file, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    part = {"type": "image_url", "image_url": {"url": url}}
+    body = {"messages": [{"role": "user", "content": [part]}]}
+    with ThreadPoolExecutor(2) as clients:
+        replies = [*clients.map(partial(post, endpoint), [body, body])]
+    assert [reply.status_code for reply in replies] == [200, 200]
 
 
 def test_ids_of_calls_keep_their_length() -> None:
