@@ -120,8 +120,9 @@ def test_phases_of_a_policy_need_what_was_predicted(
         ("DPO", {"policy": "FOLDER"}),
         ("DPO", {"policy": "FOLDER", "precompute_reference": True}),
         ("DPO", {"policy": {"source": "FOLDER", "lora": {"r": 8}}, "logprob_chunk": 128}),
+        ("KTO", {"policy": "FOLDER"}),
     ],
-    ids=["reward model", "DPO", "DPO, reference beforehand", "DPO, adapters"],
+    ids=["reward model", "DPO", "DPO, reference beforehand", "DPO, adapters", "KTO"],
 )
 def test_a_step_on_pairs_needs_what_was_predicted(
     module: str, options: dict[str, Any], model_folder: str, capsys: pytest.CaptureFixture[str]
@@ -129,7 +130,7 @@ def test_a_step_on_pairs_needs_what_was_predicted(
     tokens = PROMPT + NEW
     rows = [
         {
-            "prompt": "p" * 20,
+            "prompt": f"{index:02d}".ljust(20, "p"),
             # the end-of-sequence token comes behind
             "chosen": f"{index:03d}".ljust(tokens - 21 - index % 3, "c"),
             "rejected": f"{index:03d}".ljust(tokens - 31, "r"),

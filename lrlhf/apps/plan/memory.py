@@ -49,7 +49,7 @@ from lrlhf.models import (
 from lrlhf.models.loading.meta import skeleton
 from lrlhf.models.media_inputs import placeholder_ids
 from lrlhf.models.token_budget import FIRST_TOKENS
-from lrlhf.modules import DPO, SFT
+from lrlhf.modules import DPO, KTO, SFT
 from lrlhf.modules.dpo import resolve_preference_loss
 from lrlhf.modules.policy.iteration import BatchPlan, plain_text
 from lrlhf.rewards import LearnedReward, ProcessReward
@@ -476,7 +476,7 @@ def _micro_batch_option(shape: Shape) -> str:
 
 
 def add_supervised_phases(phases: PhaseList, model: Any, data: Any) -> None:
-    """Add the phases of an optimizer step of `SFT`, from the config's entries.
+    """Add the phases of an optimizer step of `SFT` or `KTO`, from the config's entries.
 
     The loss is taken to be on every token.
     """
@@ -492,6 +492,9 @@ def add_supervised_phases(phases: PhaseList, model: Any, data: Any) -> None:
     at_once = rows if budget is None else min(rows, max(1, budget // policy.tokens))
     adds_up = at_once < rows
     shares = policy.hold(accumulates=adds_up)
+    option = f"micro_batch_tokens (now {at_once * policy.tokens})"
+    if is_a(model, KTO):
+        policy.add_reference(shares, policy.shape(at_once), option)
 
     def loss(batch: SequenceBatch) -> Tensor:
         entropy = bool(policy.options.get("log_entropy"))
@@ -506,7 +509,6 @@ def add_supervised_phases(phases: PhaseList, model: Any, data: Any) -> None:
         accumulates=adds_up or phases.dry_run.casts_weights,
         offloads=policy.offloads,
     )
-    option = f"micro_batch_tokens (now {at_once * policy.tokens})"
     phases.add_update("policy", shares, usage, option)
 
 
@@ -521,19 +523,11 @@ def add_preference_phases(phases: PhaseList, model: Any, data: Any, *, adds_up: 
     shares = policy.hold(accumulates=adds_up)
     option, shape = f"data.batch_size (now {pairs})", policy.shape(2 * pairs)
 
-    def logprobs(batch: SequenceBatch) -> Tensor:
-        return sequence_logprobs(policy.model, batch, chunk_size=policy.chunk)
-
     if policy.has_reference:
-        alone = phases.resident
-        policy.hold_reference()
-        usage = phases.dry_run.forward(policy.model, logprobs, shape)
-        phases.add("reference", usage, Usage(shares.gathered), option=option)
-        if policy.options.get("precompute_reference"):
-            phases.resident = alone
+        policy.add_reference(shares, shape, option)
     usage = phases.dry_run.update(
         policy.model,
-        lambda batch: logprobs(batch).sum(),
+        lambda batch: policy.logprobs(batch).sum(),
         shape,
         accumulates=True,
         offloads=policy.offloads,
@@ -564,6 +558,18 @@ class _Policy:
         weights = weights_of(self.model, self._plain, quantization=self._spec.quantization)
         optimizer = options_of(self.options["optimizer"])
         return self._phases.hold(weights, optimizer, accumulates=accumulates)
+
+    def logprobs(self, batch: SequenceBatch) -> Tensor:
+        return sequence_logprobs(self.model, batch, chunk_size=self.chunk)
+
+    def add_reference(self, shares: Shares, shape: Shape, option: str) -> None:
+        """Add its pass, before or between the policy's."""
+        alone = self._phases.resident
+        self.hold_reference()
+        usage = self._phases.dry_run.forward(self.model, self.logprobs, shape)
+        self._phases.add("reference", usage, Usage(shares.gathered), option=option)
+        if self.options.get("precompute_reference"):
+            self._phases.resident = alone
 
     @property
     def has_reference(self) -> bool:
@@ -638,7 +644,7 @@ def _add_configured_phases(phases: PhaseList, sections: Mapping[str, Any]) -> No
     """Add the phases of a step on given texts, or on pairs of them."""
     model, data = sections["model"], sections["data"]
     adds_up = sections["trainer"]["accumulate_grad_batches"] > 1
-    if is_a(model, SFT):
+    if is_a(model, SFT) or is_a(model, KTO):
         add_supervised_phases(phases, model, data)
     elif is_a(model, DPO):
         add_preference_phases(phases, model, data, adds_up=adds_up)
