@@ -26,6 +26,7 @@ from lrlhf.apps.plan.strategy_shares import (
     strategy_of,
     weights_of,
 )
+from lrlhf.callbacks import EntropyControl
 from lrlhf.cli.config_entries import is_a, options_of, spec_of
 from lrlhf.functional.algorithm import Algorithm
 from lrlhf.functional.algorithms import ALGORITHMS, ALIASES, distillation, resolve_algorithm
@@ -216,10 +217,16 @@ class PhaseList:
 _GIB = 2**30
 
 
-def add_policy_phases(phases: PhaseList, model: Any, data: Any, plan: BatchPlan) -> None:
-    """Add the phases of an iteration, from the config's entries of the module and the data."""
-    prompt_tokens = phases.tokens_of(data, "max_prompt_tokens", "prompts")
-    _PolicyMemory(phases, options_of(model), plan, prompt_tokens).add_phases()
+def add_policy_phases(phases: PhaseList, sections: Mapping[str, Any], plan: BatchPlan) -> None:
+    """Add the phases of an iteration, from the config's groups."""
+    prompt_tokens = phases.tokens_of(sections["data"], "max_prompt_tokens", "prompts")
+    options = options_of(sections["model"])
+    # the callback raises a coefficient of 0 too
+    callbacks = sections["trainer"].get("callbacks") or []
+    listed = callbacks if isinstance(callbacks, list) else [callbacks]
+    steered = any(is_a(callback, EntropyControl) for callback in listed)
+    entropy = steered or options_of(options["update"]).get("entropy_coef", 0.0) > 0
+    _PolicyMemory(phases, options, plan, prompt_tokens, entropy=entropy).add_phases()
 
 
 def note_media(phases: PhaseList, plain: PreTrainedModel) -> None:
@@ -235,8 +242,15 @@ class _PolicyMemory:
     """Goes through an iteration, in its order."""
 
     def __init__(
-        self, phases: PhaseList, options: Mapping[str, Any], plan: BatchPlan, prompt_tokens: int
+        self,
+        phases: PhaseList,
+        options: Mapping[str, Any],
+        plan: BatchPlan,
+        prompt_tokens: int,
+        *,
+        entropy: bool,
     ) -> None:
+        self._entropy = entropy
         self._phases, self._options, self._plan = phases, options, plan
         self._update = options_of(options["update"])
         self._copies = int(options["num_generations"])
@@ -457,7 +471,7 @@ class _PolicyMemory:
             self._policy,
             batch,
             chunk_size=int(self._update.get("logprob_chunk", 1024)),
-            entropy=self._update.get("entropy_coef", 0.0) > 0,
+            entropy=self._entropy,
             value_head=None if self._head is None else self._values,
         )
         parts = [part for part in (out.logprobs, out.entropy, out.values) if part is not None]
@@ -623,7 +637,7 @@ def memory_report(
         if plan is None:
             _add_configured_phases(phases, sections)
         else:
-            add_policy_phases(phases, sections["model"], sections["data"], plan)
+            add_policy_phases(phases, sections, plan)
     except (ValueError, RuntimeError, NotImplementedError) as error:
         # a source that is not there, or a model whose shapes depend on its numbers
         return f"no memory table: {' '.join(str(error).split())}"
