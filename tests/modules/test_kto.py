@@ -178,6 +178,7 @@ def test_the_pass_over_mismatched_pairs_has_no_dropout(
     tokenizer: PreTrainedTokenizerBase, build: Build, tmp_path: Path
 ) -> None:
     model = build_language_model(tokenizer, seed=4, attention_dropout=0.5).double()
+    model.train()  # as it is from the second step on
     _, logged = gradients(build(model), [answers(ANSWERS)], tmp_path)
     _, expected = gradients(build(), [answers(ANSWERS)], tmp_path)
     assert float(logged["train/kl"]) == pytest.approx(float(expected["train/kl"]), rel=1e-6)
