@@ -169,7 +169,7 @@ FAMILIAR_NAMES: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         ("loss_type", "policy_loss_type", "loss_mode", "loss_config"),
-        _UPDATE + "loss (for a RewardModel or DPO model.loss)",
+        _UPDATE + "loss (for a RewardModel, DPO or KTO model.loss)",
     ),
     **dict.fromkeys(
         ("loss_agg_mode", "importance_sampling_level"),

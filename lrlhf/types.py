@@ -197,8 +197,8 @@ class SequenceBatch(TensorBatch):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class SupervisedBatch(SequenceBatch):
-    """Texts to be learnt, each a row of its own."""
+class TextBatch(SequenceBatch):
+    """Texts from a data set, each a row of its own."""
 
     places: tuple[str, ...] | None = None
     """Where each row stands in the data, such as ``chats.jsonl:17``; None: nowhere."""
@@ -215,7 +215,32 @@ class SupervisedBatch(SequenceBatch):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class StepBatch(SupervisedBatch):
+class SupervisedBatch(TextBatch):
+    """Texts to be learnt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class UnpairedBatch(TextBatch):
+    """Prompts with an answer each, and whether it is desirable."""
+
+    labels: Bool[Tensor, " B"]
+    """True: desirable."""
+    mismatched: SequenceBatch
+    """Each row's prompt with the answer to another prompt; no ``response_mask``: there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class UnpairedRows(SequenceBatch):
+    """Rows of an `UnpairedBatch` with what their losses are measured from."""
+
+    labels: Bool[Tensor, " B"]
+    """True: desirable."""
+    kl: Float[Tensor, " B"]
+    """Log-ratio of each mismatched pair, NaN without one; in training their mean over the step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class StepBatch(TextBatch):
     """Answers in steps; ``response_mask`` is True where a step ends that has a label."""
 
     labels: Float[Tensor, "B T"]

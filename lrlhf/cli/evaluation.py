@@ -19,6 +19,7 @@ from lrlhf.modules import DPO
 from lrlhf.modules.dpo import resolve_preference_loss
 from lrlhf.modules.metrics.measurement import HasMeasurements, Measurement
 from lrlhf.modules.policy.iteration import plain_text
+from lrlhf.modules.referenced_policy import ReferencedPolicy
 from lrlhf.options.errors import ConfigError
 from lrlhf.secrets import safe
 
@@ -30,7 +31,8 @@ def take_export(options: Any) -> None:
     """Have the folder of a model that ``ckpt_path`` names loaded in the place of the config's.
 
     What is written goes to ``validate/<name of the folder>`` in the run folder, where it takes the
-    place of no evaluation of the training. `DPO` keeps the config's model as its reference.
+    place of no evaluation of the training. `DPO` and `KTO` keep the model of the config as
+    reference.
 
     Args:
         options: The parsed config of the command.
@@ -60,7 +62,7 @@ def take_export(options: Any) -> None:
 
 
 def keep_reference(options: Any, original: str | Namespace) -> None:
-    """Have `DPO` ask the model that it starts from, where another one is evaluated in its place.
+    """Have `DPO` or `KTO` ask the model it starts from, where another one is evaluated instead.
 
     A reference that is not named would be the evaluated model itself, and every margin 0.
 
@@ -72,9 +74,13 @@ def keep_reference(options: Any, original: str | Namespace) -> None:
         ConfigError: There is no such loss.
     """
     arguments = options.model.get("init_args") or Namespace()  # type: ignore[no-untyped-call]
-    if not is_a(options.model.as_dict(), DPO) or arguments.get("reference") is not None:
+    if (
+        not is_a(options.model.as_dict(), ReferencedPolicy)
+        or arguments.get("reference") is not None
+    ):
         return
-    if not _has_reference(arguments.get("loss", "sigmoid")):
+    is_pairwise = is_a(options.model.as_dict(), DPO)
+    if is_pairwise and not _has_reference(arguments.get("loss", "sigmoid")):
         return
     if isinstance(original, Namespace):
         original = original.clone()

@@ -28,8 +28,8 @@ _ANSWERS: Final = ("answer", "solution", "label")
 _DIALOGUES: Final = ("messages", "conversations")
 _NUMBER: Final = re.compile(r"(.*####)?\s*[-+]?\$?[\d,]*\.?\d+%?\s*", re.DOTALL)
 _ROWS: Final = (
-    "chosen and rejected (reward model, DPO), messages or prompt and completion (SFT), prompt and "
-    "answer (RLOO), or completions and labels (process reward model)"
+    "chosen and rejected (reward model, DPO), messages or prompt and completion (SFT; with a label "
+    "KTO), prompt and answer (RLOO), or completions and labels (process reward model)"
 )
 _EPILOG = """\
 The rows say what they fit: pairs a reward model or DPO, chats SFT, prompts with answers RLOO.
@@ -71,6 +71,11 @@ TASKS = {
     ),
     "dpo": Task(
         "A policy from preference pairs (DPO)", "DPO", "PreferenceDataModule", "policy",
+        _LORA + _RATE.format(lr="1.0e-6") + "    # beta: 0.1   how strongly the reference holds\n",
+    ),
+    "kto": Task(
+        "A policy from desirable and undesirable answers (KTO)", "KTO",
+        "UnpairedPreferenceDataModule", "policy",
         _LORA + _RATE.format(lr="1.0e-6") + "    # beta: 0.1   how strongly the reference holds\n",
     ),
     "sft": Task(
@@ -158,7 +163,7 @@ def _fitting(
 ) -> dict[str, dict[str, str]]:
     """Return the tasks that rows fit, the likeliest first, each with its columns by option."""
     if {"chosen", "rejected"} <= {*columns}:
-        return {"reward_model": {}, "dpo": {}, "rloo": {}}
+        return {"reward_model": {}, "dpo": {}, "kto": {}, "rloo": {}}
     if {"completions", "labels"} <= {*columns}:
         return {"process_reward": {}}
     prompt, completion, answer, dialogue = (
@@ -168,6 +173,9 @@ def _fitting(
     prompts = {"prompt_column": dialogue or prompt} if dialogue or prompt else {}
     if "input" in columns and prompt == "instruction":
         return {}  # one column would be only half of the prompt
+    if prompt and completion and all(isinstance(row.get("label"), bool) for row in rows):
+        own = {"prompt_column": prompt, "completion_column": completion}
+        return {"kto": own, "rloo": prompts}
     if answer and prompts:
         return {"rloo": {**prompts, "answer_column": answer}}
     if dialogue and all(_ends_with_assistant(row[dialogue]) for row in rows):

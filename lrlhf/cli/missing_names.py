@@ -35,7 +35,7 @@ _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _DATA_FILE = re.compile(r".*\.(jsonl|json|parquet|csv)(\.(gz|zst))?")
 _DATA_MODULES = {
     f"{package}{rows}DataModule"
-    for rows in ("Prompt", "Preference", "Supervised", "Stepwise")
+    for rows in ("Prompt", "Preference", "Supervised", "Stepwise", "UnpairedPreference")
     for package in ("", "lrlhf.datamodules.")
 }
 """Those whose data may be files of rows."""

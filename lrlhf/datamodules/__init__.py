@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lrlhf.datamodules.stepwise import StepwiseDataModule
     from lrlhf.datamodules.supervised import SupervisedDataModule
     from lrlhf.datamodules.text import TextDataModule
+    from lrlhf.datamodules.unpaired import UnpairedPreferenceDataModule
 else:
     __getattr__ = lazy_exports(__name__)
 
@@ -48,6 +49,7 @@ __all__ = [
     "SupervisedDataModule",
     "TextDataModule",
     "TrainLoader",
+    "UnpairedPreferenceDataModule",
     "ValidationSet",
     "VerdictTasks",
     "Weighted",

@@ -69,6 +69,7 @@ class RowKind(Generic[DraftT, RowT, BatchT]):
     Args:
         parse: Reads one row, given the folder that its relative paths start from, or raises
             `BadRow`.
+        expand: Returns the rows that one of the data stands for, or raises `BadRow`.
         collate: Makes a batch of rows; must be picklable to reach worker processes.
         finish: Makes rows of what was parsed, many at a time, such as by tokenising; a `BadRow`
             stands for one that cannot be used. None: what was parsed are the rows.
@@ -93,6 +94,7 @@ class RowKind(Generic[DraftT, RowT, BatchT]):
     """
 
     parse: Callable[[Row, Path | None], DraftT]
+    expand: Callable[[Row], Sequence[Row]] = lambda row: (row,)
     collate: Callable[[Sequence[RowT]], BatchT]
     finish: Callable[[Sequence[DraftT]], Sequence[RowT | BadRow]] | None = None
     reached: Callable[[DraftT], Reached] | None = None
@@ -154,12 +156,14 @@ class RowKind(Generic[DraftT, RowT, BatchT]):
                         if isinstance(row, BadRow):
                             raise row
                         columns.update(dict.fromkeys(row))
-                        draft = parse({**added, **row, **component.columns}, source.folder)
+                        own = self.expand({**added, **row, **component.columns})
+                        parsed_rows = [parse(each, source.folder) for each in own]
                     except BadRow as problem:
                         bad_rows.add(location, problem)
                     else:
-                        drafts.append(Located(index, location, draft))
-                        split += any(map(is_split, self.texts(draft)))
+                        drafts += [Located(index, location, draft) for draft in parsed_rows]
+                        texts = (text for draft in parsed_rows for text in self.texts(draft))
+                        split += any(map(is_split, texts))
         values: Sequence[Any] = [draft.value for draft in drafts]
         rows: list[Located[RowT]] = []
         finished = values if self.finish is None else self.finish(values)

@@ -94,22 +94,32 @@ class SupervisedDataModule(TextDataModule[SupervisedRow, SupervisedBatch]):
     def _texts(
         self, trainer: L.Trainer | None, **changed: Any
     ) -> RowKind[SupervisedDraft, SupervisedRow, SupervisedBatch]:
-        tokenizer, chat, media = self.reader(trainer)
-        media = media.limited(self._max_tokens, "max_tokens", ", or cut the texts into passages")
-        endings = Endings(tokenizer, of_module(trainer, "end_token_ids") or ())
-        return RowKind(
-            parse=SupervisedParser(chat, media, **{**self._row_options, **changed}),
-            reached=lambda draft: draft.reached,
-            constants=chat.constants,
-            finish=lambda drafts: media.check(tokenize_supervised(tokenizer, drafts, endings)),
-            collate=partial(collate_supervised, pad_token_id=int(tokenizer.pad_token_id)),
-            keys=lambda row: (row.key,),
-            texts=lambda draft: (draft.text.text,),
-            notes=endings.notes,
-            placed=lambda row, place: replace(row, place=place),
-            read=media,
-            cost=lambda row: None if row.deferred else len(row.input_ids),
-            tokenizer=tokenizer,
-            made_with=(tokenizer,),
-            dated=chat.dated,
-        )
+        return text_kind(self, trainer, self._max_tokens, **{**self._row_options, **changed})
+
+
+def text_kind(
+    data: TextDataModule[Any, Any],
+    trainer: L.Trainer | None,
+    max_tokens: int | None,
+    **options: Any,
+) -> RowKind[SupervisedDraft, SupervisedRow, SupervisedBatch]:
+    """Return how texts are read; ``options`` are those of `SupervisedParser`."""
+    tokenizer, chat, media = data.reader(trainer)
+    media = media.limited(max_tokens, "max_tokens", ", or cut the texts into passages")
+    endings = Endings(tokenizer, of_module(trainer, "end_token_ids") or ())
+    return RowKind(
+        parse=SupervisedParser(chat, media, **options),
+        reached=lambda draft: draft.reached,
+        constants=chat.constants,
+        finish=lambda drafts: media.check(tokenize_supervised(tokenizer, drafts, endings)),
+        collate=partial(collate_supervised, pad_token_id=int(tokenizer.pad_token_id)),
+        keys=lambda row: (row.key,),
+        texts=lambda draft: (draft.text.text,),
+        notes=endings.notes,
+        placed=lambda row, place: replace(row, place=place),
+        read=media,
+        cost=lambda row: None if row.deferred else len(row.input_ids),
+        tokenizer=tokenizer,
+        made_with=(tokenizer,),
+        dated=chat.dated,
+    )

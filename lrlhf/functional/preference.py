@@ -1,4 +1,4 @@
-"""Losses of a policy on pairs of answers: of implicit rewards, one value per pair."""
+"""Losses of a policy on answers: of implicit rewards, one value per pair or per answer."""
 
 from __future__ import annotations
 
@@ -197,6 +197,36 @@ def discopop_loss(
     blend = torch.sigmoid(gap / tau)
     # where the exponential is infinite its share is 0, and their product would be NaN
     return -(1 - blend) * logsigmoid(gap) + blend * (-gap).clamp(max=MAX_LOG_RATIO).exp()
+
+
+def kto_loss(
+    rewards: Float[Tensor, " B"],
+    labels: Bool[Tensor, " B"],
+    reference_point: Float[Tensor, " B"],
+    *,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Float[Tensor, " B"]:
+    """KTO: how far each answer is from the reference point, on the side where it belongs.
+
+        ℓ = λ_D (1 - σ(r - β z0)) of a desirable answer,    λ_U (1 - σ(β z0 - r)) of another
+
+    With z0 = 0 it is the unpaired form of APO-zero.
+
+    Args:
+        rewards: Implicit rewards r.
+        labels: True: desirable.
+        reference_point: β z0, the KL divergence from the reference times β; gets no gradient.
+        desirable_weight: λ_D.
+        undesirable_weight: λ_U.
+
+    Reference:
+        Ethayarajh et al. 2024, eq. 8, https://arxiv.org/abs/2402.01306; D'Oosterlinck et al. 2024,
+        eq. 7, https://arxiv.org/abs/2408.06266, its two terms apart
+    """
+    above = rewards - reference_point.detach()
+    desirable = desirable_weight * torch.sigmoid(-above)
+    return torch.where(labels, desirable, undesirable_weight * torch.sigmoid(above))
 
 
 @dataclass(frozen=True, kw_only=True)

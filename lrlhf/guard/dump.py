@@ -32,11 +32,15 @@ from lrlhf.types import (
     StepBatch,
     TeacherTokens,
     TensorBatch,
+    UnpairedRows,
 )
 
 _KINDS: dict[str, type[TensorBatch]] = {
     kind.__name__: kind
-    for kind in (Experience, PreferenceBatch, Rollout, SequenceBatch, StepBatch, TeacherTokens)
+    for kind in (
+        *(Experience, PreferenceBatch, Rollout, SequenceBatch, StepBatch, TeacherTokens),
+        UnpairedRows,
+    )
 }
 
 
@@ -49,8 +53,8 @@ class StepBundle:
     """Inputs of one rank's step: batches, seeds and further values.
 
     Attributes:
-        stage: Which step: iteration, policy, value, joint, reward, supervised, preference or
-            steps.
+        stage: Which step: iteration, policy, value, joint, reward, supervised, preference, steps or
+            unpaired.
         batches: By name.
         seeds: Arguments of `seed_everything_for` that the step, or each of its micro-batches, was
             seeded with.

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from lrlhf.modules.base import TrainingModule
     from lrlhf.modules.contracts import Exportable, KLPenalized, SamplesResponses
     from lrlhf.modules.dpo import DPO
+    from lrlhf.modules.kto import KTO
     from lrlhf.modules.optimizers import OptimizerConfig
     from lrlhf.modules.policy.generate import Sampled
     from lrlhf.modules.policy_module import PolicyModule
@@ -33,6 +34,7 @@ else:
 
 __all__ = [
     "DPO",
+    "KTO",
     "PPO",
     "RLOO",
     "SFT",

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import logging
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float
-from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.pytorch.trainer.states import TrainerFn
 from peft import PeftModel
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from lrlhf.functional.masking import masked_mean, masked_sum
@@ -27,32 +20,20 @@ from lrlhf.functional.preference import (
     length_desensitized,
 )
 from lrlhf.guard import Guard
-from lrlhf.models import (
-    CausalLM,
-    ReferencePolicy,
-    TextLimits,
-    frozen_reference,
-    limits_of,
-    loss_tokens,
-    plain_model,
-    sequence_logprobs,
-)
-from lrlhf.modules.checks import refuse_idle_encoder, refuse_other_batch
-from lrlhf.modules.contracts import HasEveryRow
+from lrlhf.models import CausalLM, loss_tokens, sequence_logprobs
+from lrlhf.modules.checks import refuse_other_batch
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.modules.pairs.pair_losses import PairLoss, PairObjective
 from lrlhf.modules.pairs.pair_module import PairModule, PairOutputs
 from lrlhf.modules.pairs.pair_step import PairScores, concatenate, pad_id_of
 from lrlhf.modules.policy.load_policy import load_policy
-from lrlhf.run import Collectives
-from lrlhf.run.lightning_internals import data_in_use
+from lrlhf.modules.referenced_policy import ReferencedPolicy
 from lrlhf.types import PreferenceBatch, SequenceBatch
 
-logger = logging.getLogger(__name__)
 _HEAD = "reward"
 
 
-class DPO(PairModule):
+class DPO(ReferencedPolicy, PairModule):
     """Trains a policy on preference pairs, by the rewards that its log-probabilities imply.
 
     The implicit reward of an answer is β times the sum of its tokens' log-ratios of policy and
@@ -108,6 +89,7 @@ class DPO(PairModule):
     train_metric: ClassVar[str] = "rewards/accuracy"
     stage: ClassVar[str] = "preference"
     default_lr: ClassVar[float] = 1e-6
+    data_module: ClassVar[str] = "PreferenceDataModule"
     answers_only: ClassVar[bool] = True
     """Data modules refuse pairs of images, videos or audio, which no policy writes."""
 
@@ -162,93 +144,23 @@ class DPO(PairModule):
             chosen.length_normalized if length_normalized is None else length_normalized
         )
         self.logprob_chunk = logprob_chunk
-        self._loaded = load_policy(policy, tokenizer, processor)
-        self.policy, self.tokenizer, self.processor = self._loaded
-        if isinstance(reference, str):
-            reference = CausalLM(source=reference)
-        self.reference: ReferencePolicy | None = (
-            frozen_reference(self.policy, reference) if chosen.reference else None
-        )
-        """Outside of the module tree: not trained, not saved."""
-        self.precompute_reference = precompute_reference
-        self._precomputed: PrecomputedReference | None = None
+        loaded = load_policy(policy, tokenizer, processor)
+        self.set_policy(loaded, reference, has_one=chosen.reference, ask_first=precompute_reference)
         self.set_heads([_HEAD], [1.0])
-
-    def trainable_models(self) -> dict[str, nn.Module]:
-        return {"policy": self.policy}
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(checkpoint)
-        self._loaded.save_ends(checkpoint)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_load_checkpoint(checkpoint)
-        self._loaded.load_ends(checkpoint)
-
-    def export_pretrained(self, folder: Path | None) -> None:
-        """Write the policy, adapters merged, and its tokenizer, as ``transformers`` loads them."""
-        self._loaded.save(folder)
 
     def summary(self) -> dict[str, str]:
         """Say what is trained, and by which loss."""
         return {**super().summary(), "loss": f"{self.loss.name}, beta {self.beta:g}"}
 
-    def text_limits(self, *, training: bool) -> list[TextLimits]:
-        frozen = [] if self.reference is None else [self.reference.model]
-        return [*super().text_limits(training=training), *limits_of(frozen)]
-
-    # ---- where the reference is
-
-    @property
-    def end_token_ids(self) -> frozenset[int]:
-        """Token ids at which the policy's generation stops."""
-        return self._loaded.end_token_ids
-
-    def on_fit_start(self) -> None:
-        self._loaded.learn_ends(self.trainer)
-        refuse_idle_encoder(self.trainer, plain_model(self.policy), self.processor)
-        self._place_reference()
-        # a step that is replayed has no data: the reference is asked about its rows then
-        beforehand = self.precompute_reference and not self.step_guard.collects
-        if beforehand and self.reference is not None:
-            # in the precision of training steps, which Lightning calls in this context
-            with self.trainer.precision_plugin.forward_context():
-                self._precompute_reference()
-        super().on_fit_start()
-
-    def on_validation_start(self) -> None:
-        if self.trainer.state.fn != TrainerFn.FITTING:
-            self._place_reference()
-
-    on_test_start = on_predict_start = on_validation_start
-
-    def _place_reference(self) -> None:
-        if self.reference is not None:
-            self.shard_frozen(self.reference)
-
-    def _precompute_reference(self) -> None:
-        """Ask the reference about every row, and let go of it."""
-        data = data_in_use(self.trainer)
-        if not isinstance(data, HasEveryRow):
-            raise ValueError(
-                "precompute_reference needs to know every row beforehand: train with a "
-                "PreferenceDataModule, or leave it out"
-            )
-        rank_zero_only(logger.info)("asking the reference about every row")
-        precomputed = PrecomputedReference()
-        for batch in data.every_row():
-            refuse_other_batch(self, batch, PreferenceBatch, "PreferenceDataModule")
-            both = self._both(batch.to(self.device))
-            logprobs = self._of_reference(both)
-            assert logprobs is not None
-            precomputed.add(both, logprobs)
-        precomputed.share(Collectives(self.trainer))
-        self._precomputed, self.reference = precomputed, None
-
     # ---- the pairs
 
     def _both(self, batch: PreferenceBatch) -> SequenceBatch:
         return concatenate(batch.candidate0, batch.candidate1, pad_id=pad_id_of(self.tokenizer))
+
+    def sequences_of(self, batch: PreferenceBatch) -> list[SequenceBatch]:
+        """Return both candidates of every pair."""
+        refuse_other_batch(self, batch, PreferenceBatch, self.data_module)
+        return [self._both(batch.to(self.device))]
 
     @staticmethod
     def train_name(metric: str) -> str:
@@ -258,7 +170,7 @@ class DPO(PairModule):
         """Compute the implicit rewards of both candidates, what they share only once."""
         both = self._both(batch)
         mask = loss_tokens(self.policy, both)
-        reference = self._of_reference(both)
+        reference = self.of_reference(both)
         logprobs = sequence_logprobs(self.policy, both, chunk_size=self.logprob_chunk)
         counted, of_reference = logprobs, reference
         if self.ld_alpha is not None:
@@ -277,16 +189,6 @@ class DPO(PairModule):
         loss = -likelihood.nan_to_num(0.0)
         values["train/sft_loss"] = -likelihood.detach()
         return PairOutputs(scores, self.sft_coef * loss, values)
-
-    def _of_reference(self, rows: SequenceBatch) -> Tensor | None:
-        if self._precomputed is not None:
-            return self._precomputed.logprobs(rows)
-        if self.reference is None:
-            return None
-        reference = self.reference.to(self.device)
-        logprobs = reference.logprobs(rows, chunk_size=self.logprob_chunk)
-        reference.reshard(offload=False)
-        return logprobs
 
 
 def _by_label(values: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -343,57 +245,3 @@ def _check(beta: float, sft_coef: float, chunk: int) -> None:
         raise ValueError(f"sft_coef is {sft_coef}; it must be 0 or more")
     if chunk < 1:
         raise ValueError(f"logprob_chunk is {chunk}; it must be 1 or more")
-
-
-class PrecomputedReference:
-    """What a reference said of rows, found again by what these consist of.
-
-    Neither the order of rows, nor the ranks that they are shared out to, nor their padding plays a
-    part. Kept in main memory: four bytes for each token of an answer in single precision.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[bytes, Tensor] = {}
-
-    def add(self, rows: SequenceBatch, logprobs: Float[Tensor, "B T"]) -> None:
-        """Keep what belongs to the answers of some rows."""
-        masks, values = rows.response_mask.cpu(), logprobs.cpu()
-        for row, key in enumerate(_keys(rows)):
-            self._known[key] = values[row, masks[row]]
-
-    def share(self, ranks: Collectives) -> None:
-        """Have the rows of all ranks on every rank; all call."""
-        for known in ranks.gather(self._known):
-            self._known |= known
-
-    def logprobs(self, rows: SequenceBatch) -> Float[Tensor, "B T"]:
-        """Return the log-probabilities of the answers, 0 elsewhere.
-
-        Raises:
-            ValueError: A row is not among those that were added.
-        """
-        stored = [self._known.get(key) for key in _keys(rows)]
-        if any(each is None for each in stored):
-            raise ValueError(
-                "the reference was asked about the rows of the data that training began with, and "
-                "this is another: leave precompute_reference out, or build the module anew"
-            )
-        known = [logprob for logprob in stored if logprob is not None]
-        masks = rows.response_mask
-        result = torch.zeros(masks.shape, dtype=known[0].dtype, device=masks.device)
-        result[masks] = torch.cat(known).to(masks.device)
-        return result
-
-
-def _keys(rows: SequenceBatch) -> Iterator[bytes]:
-    """Yield what tells each row from others: its tokens, its answer, and what it shows."""
-    ids, there, masks = rows.input_ids.cpu(), rows.attention_mask.cpu(), rows.response_mask.cpu()
-    for row in range(len(rows)):
-        digest = hashlib.blake2b(digest_size=16)
-        digest.update(ids[row, there[row]].numpy().tobytes())
-        digest.update(masks[row, there[row]].numpy().tobytes())
-        media = None if rows.media is None else rows.media[row]
-        for name, tensor in sorted(media.tensors.items()) if media is not None else ():
-            digest.update(name.encode())
-            digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        yield digest.digest()

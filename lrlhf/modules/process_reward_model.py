@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib import import_module
 from statistics import harmonic_mean
 from typing import Any, ClassVar, Literal
 
@@ -28,11 +27,11 @@ from lrlhf.models import (
 )
 from lrlhf.modules.checks import refuse_other_batch
 from lrlhf.modules.optimizers import OptimizerConfig
+from lrlhf.modules.policy.iteration import Iteration
 from lrlhf.modules.policy.load_policy import LoadedPolicy
 from lrlhf.modules.row_module import RowModule, RowOutputs
 from lrlhf.rewards import ProcessReward
 from lrlhf.rollout.records import origin
-from lrlhf.run import Collectives
 from lrlhf.run.quiet_output import quiet
 from lrlhf.types import Prompt, StepBatch
 
@@ -152,7 +151,7 @@ class ProcessRewardModel(RowModule[StepBatch]):
 
     # ---- its rows
 
-    def rows_of(self, batch: StepBatch, *, training: bool) -> StepBatch:
+    def rows_of(self, batch: StepBatch, it: Iteration, *, training: bool) -> StepBatch:
         """Return the rows, trained on the steps that are asked for."""
         refuse_other_batch(self, batch, StepBatch, "StepwiseDataModule")
         if not training or not self.last_step_only:
@@ -222,17 +221,8 @@ class ProcessRewardModel(RowModule[StepBatch]):
 
     def evaluation_values(self) -> dict[str, float]:
         """Return the means, and what is measured on all steps at once."""
-        values = super().evaluation_values()
-        ranks = Collectives(self.trainer)
-        for prefix in self.prefixes():
-            own = torch.cat([torch.empty(0, 2), *self._step_scores.get(prefix, [])])
-            probabilities, labels = torch.cat(ranks.gather(own)).unbind(dim=1)
-            if labels.any() and not labels.all():  # else it is not defined
-                # loads every metric of torchmetrics, which takes a second
-                metrics = import_module("torchmetrics.functional.classification")
-                area = metrics.binary_auroc(probabilities, labels.long())
-                values[f"{prefix}auroc"] = float(area)
-        return values
+        steps = {prefix: torch.cat(parts) for prefix, parts in self._step_scores.items()}
+        return super().evaluation_values() | self.roc_areas(steps)
 
     def derived(self, means: dict[str, float]) -> dict[str, float]:
         """Add the harmonic mean of the accuracies of answers with an error and of those without.

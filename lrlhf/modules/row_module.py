@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
@@ -13,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lrlhf.datamodules.core import set_names
 from lrlhf.functional.masking import masked_sum
-from lrlhf.guard.anomalies import Guard
+from lrlhf.guard.anomalies import Guard, prompt_text
 from lrlhf.guard.dump import StepBundle
 from lrlhf.guard.dump_replay import ReplayedStep
 from lrlhf.media import MediaProcessor
@@ -24,10 +25,12 @@ from lrlhf.modules.policy.iteration import Iteration
 from lrlhf.modules.policy.load_policy import LoadedPolicy
 from lrlhf.modules.policy.update import OptimizerStep, plan_micro_batches
 from lrlhf.rollout import trim
+from lrlhf.rollout.records import origin
 from lrlhf.run import Collectives
-from lrlhf.types import SequenceBatch, SupervisedBatch
+from lrlhf.types import SequenceBatch, TextBatch
 
 RowsT = TypeVar("RowsT", bound=SequenceBatch)
+BatchT = TypeVar("BatchT", bound=SequenceBatch)
 
 
 class RowOutputs(NamedTuple):
@@ -44,7 +47,7 @@ class RowOutputs(NamedTuple):
 
 
 class RowModule(SingleModelModule, Generic[RowsT]):
-    """Trains a model whose loss is a mean over trained tokens of given rows.
+    """Trains a model whose loss is a mean over trained tokens, or answers, of given rows.
 
     One training step is one optimizer step. Its loss is the mean over all trained tokens of its
     rows, of all ranks: no padding, packing, split into micro-batches or share of a rank changes it.
@@ -95,16 +98,30 @@ class RowModule(SingleModelModule, Generic[RowsT]):
     # ---- what a subclass says of its rows
 
     @abstractmethod
-    def rows_of(self, batch: Any, *, training: bool) -> RowsT:
+    def rows_of(self, batch: Any, it: Iteration, *, training: bool) -> RowsT:
         """Return the rows of a batch; ``response_mask`` is what is trained on, or measured."""
 
     @abstractmethod
     def outputs_of(self, rows: RowsT) -> RowOutputs:
         """Run the model over rows."""
 
-    @abstractmethod
+    def counted(self, rows: RowsT) -> Tensor:
+        """Return the mask `[B, T]` of the entries of `RowOutputs` that means are taken over."""
+        return rows.response_mask
+
     def records_of(self, rows: RowsT, places: tuple[str, ...] | None) -> list[dict[str, Any]]:
-        """Describe each row in JSON types."""
+        """Describe each row in JSON types: its prompt, what is learnt, and how long that is."""
+        return [
+            {
+                **origin(place),
+                "prompt": prompt_text(rows, row, self.tokenizer),
+                "completion": str(
+                    self.tokenizer.decode(rows.input_ids[row, rows.response_mask[row]].tolist())
+                ),
+                "tokens": int(rows.response_mask[row].sum()),
+            }
+            for row, place in enumerate(places or ("",) * len(rows))
+        ]
 
     @abstractmethod
     def tell(
@@ -133,11 +150,11 @@ class RowModule(SingleModelModule, Generic[RowsT]):
 
     # ---- training
 
-    def training_step(self, batch: SupervisedBatch, batch_idx: int) -> Tensor | None:
+    def training_step(self, batch: TextBatch, batch_idx: int) -> Tensor | None:
         it = Iteration(self)
         it.metrics.add("train/lr", self.optimizer_of(0).param_groups[0]["lr"], 1.0)
         with it.phase("update"):
-            self._take(self.rows_of(batch, training=True), it, batch.places)
+            self._take(self.rows_of(batch, it, training=True), it, batch.places)
         self.advance_schedule(0)
         self.token_budget.update(it.ranks.least)
         it.measure_costs(float(batch.attention_mask.sum()))
@@ -151,8 +168,10 @@ class RowModule(SingleModelModule, Generic[RowsT]):
     def _take(self, part: RowsT, it: Iteration, places: tuple[str, ...] | None = None) -> None:
         """Take an optimizer step, unless there is nothing to learn from."""
         self._model.train()
-        total = it.ranks.sum(part.response_mask.sum().float().to(it.device))
-        it.metrics.add("train/tokens", total, 1.0)
+        masks = (self.counted(part), part.response_mask)
+        sums = torch.stack([mask.sum().float() for mask in masks]).to(it.device)
+        total, tokens = it.ranks.sum(sums)
+        it.metrics.add("train/tokens", tokens, 1.0)
         # a step without a gradient would still move the weights by the optimizer's momentum
         if not total:
             return
@@ -171,7 +190,7 @@ class RowModule(SingleModelModule, Generic[RowsT]):
         for micro in step:
             outputs = self.outputs_of(micro)
             step.watch.outputs[self.output_name] = outputs.outputs.detach()
-            mask = micro.response_mask
+            mask = self.counted(micro)
             self._measure(outputs, micro, it.metrics, "train/")
             loss = masked_sum(outputs.losses, mask) / total
             if outputs.router_loss is not None:
@@ -179,10 +198,9 @@ class RowModule(SingleModelModule, Generic[RowsT]):
                 loss = loss + self.router_loss_coef * mask.sum() / total * outputs.router_loss
             step.backward(loss)
 
-    @staticmethod
-    def _measure(outputs: RowOutputs, rows: RowsT, metrics: MetricSums, prefix: str) -> None:
+    def _measure(self, outputs: RowOutputs, rows: RowsT, metrics: MetricSums, prefix: str) -> None:
         """Add to the means over tokens whose names begin with ``prefix``."""
-        mask = rows.response_mask
+        mask = self.counted(rows)
         for name, values in {"loss": outputs.losses, **outputs.values}.items():
             metrics.add(f"{prefix}{name}", masked_sum(values.detach(), mask), mask.sum())
 
@@ -202,7 +220,7 @@ class RowModule(SingleModelModule, Generic[RowsT]):
     # ---- evaluation
 
     def validation_step(
-        self, batch: SupervisedBatch, batch_idx: int, dataloader_idx: int = 0
+        self, batch: TextBatch, batch_idx: int, dataloader_idx: int = 0
     ) -> dict[str, Any]:
         del batch_idx
         named = set_names(self.trainer)[dataloader_idx]
@@ -211,26 +229,30 @@ class RowModule(SingleModelModule, Generic[RowsT]):
     test_step = validation_step
 
     def predict_step(
-        self, batch: SupervisedBatch, batch_idx: int, dataloader_idx: int = 0
+        self, batch: TextBatch, batch_idx: int, dataloader_idx: int = 0
     ) -> list[dict[str, Any]]:
         """Return a line for each row, as evaluations write them."""
         del batch_idx, dataloader_idx
         return self._evaluate(batch, set())
 
-    def _evaluate(self, batch: SupervisedBatch, prefixes: set[str]) -> list[dict[str, Any]]:
+    def _evaluate(self, batch: TextBatch, prefixes: set[str]) -> list[dict[str, Any]]:
         """Add rows to the metrics; returns a line for each."""
-        part, it = self.rows_of(batch, training=False), Iteration(self)
+        it = Iteration(self)
+        part = self.rows_of(batch, it, training=False)
         records = self.records_of(part, batch.places)
-        micro_batches = plan_micro_batches(
-            part, [self._loaded.model], it, max_tokens=self.micro_batch_tokens, shared=False
-        )
-        for micro_batch in micro_batches:
-            micro = trim(part.select(micro_batch.rows)).to(it.device)
+        for rows, micro in self.micro_batches(part, it):
             outputs = self.outputs_of(micro)
             for prefix in prefixes:
                 self._measure(outputs, micro, self._evaluated, prefix)
-            self.tell(outputs, micro, [records[row] for row in micro_batch.rows.tolist()], prefixes)
+            self.tell(outputs, micro, [records[row] for row in rows.tolist()], prefixes)
         return records
+
+    def micro_batches(self, part: BatchT, it: Iteration) -> Iterator[tuple[Tensor, BatchT]]:
+        """Cut rows into micro-batches on the device, each with the indices of its rows."""
+        for micro_batch in plan_micro_batches(
+            part, [self._loaded.model], it, max_tokens=self.micro_batch_tokens, shared=False
+        ):
+            yield micro_batch.rows, trim(part.select(micro_batch.rows)).to(it.device)
 
     def on_validation_epoch_start(self) -> None:
         self._evaluated = MetricSums()  # of one that was broken off
@@ -252,6 +274,22 @@ class RowModule(SingleModelModule, Generic[RowsT]):
         values = {f"{stage}/{name}": value for name, value in self.evaluation_values().items()}
         # equal on all ranks already; sync_dist says so to Lightning
         self.log_dict(values, batch_size=1, sync_dist=True)
+
+    def roc_areas(self, own: Mapping[str, Tensor]) -> dict[str, float]:
+        """Return ``auroc`` by prefix where it is defined; all ranks call.
+
+        Args:
+            own: By prefix `[N, 2]`, score and label, 1 or 0, of what this rank has evaluated.
+        """
+        values = {}
+        for prefix in self.prefixes():
+            parts = Collectives(self.trainer).gather(own.get(prefix, torch.empty(0, 2)).cpu())
+            scores, labels = torch.cat(parts).unbind(dim=1)
+            if labels.any() and not labels.all():
+                # loads every metric of torchmetrics, which takes a second
+                metrics = import_module("torchmetrics.functional.classification")
+                values[f"{prefix}auroc"] = float(metrics.binary_auroc(scores, labels.long()))
+        return values
 
     def prefixes(self) -> list[str]:
         """Return what names of metrics begin with: nothing, or the name of a validation set."""

@@ -188,9 +188,9 @@ class Update:
 
     Args:
         loss: A policy loss in place of the algorithm's own: a name from
-            `lrlhf.functional.POLICY_LOSSES` (sequence_clip, token_clip, gspo, gmpo, cispo, dapo,
-            dr_grpo, cpgd, sapo, dppo, clip_cov, kl_cov, reinforce, remax), or the import path of a
-            function or `PolicyLoss` of yours.
+            `lrlhf.functional.POLICY_LOSSES` (sequence_clip, token_clip, gspo, luspo, gmpo, cispo,
+            dapo, dr_grpo, cpgd, sapo, vespo, dppo, clip_cov, kl_cov, reinforce, remax), or the
+            import path of a function or `PolicyLoss` of yours.
         options: Keyword arguments of the loss, for example ``clip_high: 0.28``.
         aggregate: What a loss per token, and the KL and entropy terms beside it, are averaged over:
             token_mean, sequence_mean, sequence_sum or constant. None: as the algorithm has it for

@@ -12,13 +12,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from lrlhf.functional.names import import_function
 from lrlhf.functional.supervised import TOKEN_LOSSES, TokenLoss
-from lrlhf.guard.anomalies import Guard, prompt_text, shown
+from lrlhf.guard.anomalies import Guard, shown
 from lrlhf.models import CausalLM, loss_tokens, packs, plain_model, sequence_outputs
 from lrlhf.modules.checks import refuse_idle_encoder, refuse_other_batch
 from lrlhf.modules.optimizers import OptimizerConfig
+from lrlhf.modules.policy.iteration import Iteration
 from lrlhf.modules.policy.load_policy import load_policy
 from lrlhf.modules.row_module import RowModule, RowOutputs
-from lrlhf.rollout.records import origin
 from lrlhf.types import SequenceBatch, SupervisedBatch
 
 _METRICS = ("loss", "mean_logprob", "perplexity", "token_accuracy", "entropy")
@@ -134,7 +134,7 @@ class SFT(RowModule[SequenceBatch]):
 
     # ---- its rows
 
-    def rows_of(self, batch: SupervisedBatch, *, training: bool) -> SequenceBatch:
+    def rows_of(self, batch: SupervisedBatch, it: Iteration, *, training: bool) -> SequenceBatch:
         """Return the rows, trained on what the model can say."""
         refuse_other_batch(self, batch, SupervisedBatch, "SupervisedDataModule")
         rows = batch.rows
@@ -154,22 +154,6 @@ class SFT(RowModule[SequenceBatch]):
             values["entropy"] = out.entropy
         losses = self.token_loss(out.logprobs, rows.response_mask)
         return RowOutputs(out.logprobs, losses, values, out.router_loss)
-
-    def records_of(
-        self, rows: SequenceBatch, places: tuple[str, ...] | None
-    ) -> list[dict[str, Any]]:
-        """Describe each row in JSON types."""
-        return [
-            {
-                **origin(place),
-                "prompt": prompt_text(rows, row, self.tokenizer),
-                "completion": str(
-                    self.tokenizer.decode(rows.input_ids[row, rows.response_mask[row]].tolist())
-                ),
-                "tokens": int(rows.response_mask[row].sum()),
-            }
-            for row, place in enumerate(places or ("",) * len(rows))
-        ]
 
     def tell(
         self,

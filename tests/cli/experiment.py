@@ -7,6 +7,7 @@ _DATA = {
     "SFT": "SupervisedDataModule",
     "RewardModel": "PreferenceDataModule",
     "DPO": "PreferenceDataModule",
+    "KTO": "UnpairedPreferenceDataModule",
 }
 
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +37,7 @@ from lrlhf.cli.checks.data_rows import (
     try_rewards,
 )
 from lrlhf.cli.checks.models import TrainedModel, check_main_memory, check_models
-from lrlhf.cli.checks.run_checks import check_engine
+from lrlhf.cli.checks.run_checks import check_engine, check_observations
 from lrlhf.cli.checks.trainer_options import (
     check_accelerator,
     check_devices,
@@ -50,6 +51,7 @@ from lrlhf.datamodules import Source
 from lrlhf.datamodules.loading.splits import FirstRows
 from lrlhf.datamodules.rows.collate import Candidate, PairRow, PromptRow
 from lrlhf.datamodules.rows.supervised_rows import SupervisedRow
+from lrlhf.functional import ALGORITHMS
 from lrlhf.models import CausalLM, ScoreModel
 from lrlhf.models.loading.deferred_weights import is_deferred
 from lrlhf.modules.policy.iteration import Quantity
@@ -826,6 +828,20 @@ class Blind(TextEnvironment):
 def reds(images):
     return [1.0 for _ in images]
 """
+
+
+def test_turns_behind_images_are_not_compared() -> None:
+    blank = {"input_ids": np.arange(3, dtype=np.int32), "prompt": "p", "columns": {}}
+    rows: list[Any] = [PromptRow(**blank), PromptRow(**blank, deferred=object())]
+    for algorithm, number, refused in (("gigpo", 2, True), ("gigpo", 1, False), ("grpo", 2, False)):
+        settings: Any = SimpleNamespace(algorithm=ALGORITHMS[algorithm])
+        own = [FirstRows("train", rows[:number], number, complete=True)]
+        check = partial(check_observations, settings, CheckedRows(own, frozenset(), 3))
+        if refused:
+            with pytest.raises(MistakeError, match="these rows show images"):
+                check()
+        else:
+            check()
 
 
 @pytest.mark.usefixtures("no_weights")

@@ -186,8 +186,30 @@ def test_an_evaluated_policy_is_compared_with_that_of_the_config(
             assert found[key]["reward"] == pytest.approx(0.5 * (said[0] - said[1]), abs=1e-3)
 
 
+def test_kto_asks_the_model_that_it_started_from(
+    model_folder: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    rows = [{"prompt": f"{n} ", "completion": f"{n} is a word", "label": n > 0} for n in range(3)]
+    Path("answers.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    trained, first = build_language_model(tokenizer, seed=4), build_language_model(tokenizer)
+    trained.save_pretrained("final")
+    tokenizer.save_pretrained("final")
+    settings = experiment(
+        "KTO",
+        {"policy": model_folder, "beta": 0.5},
+        {"train": "answers.jsonl", "val": "answers.jsonl"},
+        default_root_dir="here",
+        callbacks=[{"class_path": "EvalJSONL"}],
+    )
+    assert start("validate", settings, "--ckpt_path", "final") == 0
+    for row, found in zip(rows, lines("here/validate/final/eval_scores_0.jsonl"), strict=True):
+        said = [said_logprob(one, tokenizer, row, "completion") for one in (trained, first)]
+        assert abs(said[0] - said[1]) > 0.01
+        assert found["reward"] == pytest.approx(0.5 * (said[0] - said[1]), abs=1e-3)
+
+
 def said_logprob(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, row: dict[str, str], column: str
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], column: str
 ) -> float:
     """What a model makes of an answer and its end, token by token."""
     before, after = (tokenizer(text)["input_ids"] for text in (row["prompt"], row[column]))

@@ -112,6 +112,29 @@ def test_phases_of_a_policy_need_what_was_predicted(
         assert most == pytest.approx(measured[phase], rel=TOLERANCE), phase
 
 
+def test_a_bonus_that_a_callback_raises_is_counted(
+    model_folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _write("prompts.jsonl", [{"prompt": f"{index}"} for index in range(8)])
+    data = {"train": "prompts.jsonl", "batch_size": 4, "max_prompt_tokens": PROMPT}
+    given = {"policy": model_folder, "num_generations": 4, "sampling": {"max_new_tokens": NEW}}
+    control = {"class_path": "lrlhf.callbacks.EntropyControl", "init_args": {"target": 0.3}}
+    sizes = []
+    for bonus, callbacks in ((0.0, None), (0.01, None), (0.0, [control])):
+        config = experiment(
+            "RLOO",
+            {**given, "update": {"entropy_coef": bonus}},
+            data,
+            reward="tests.cli.memory_probe.long_is_good",
+            callbacks=callbacks,
+        )
+        Path("config.yaml").write_text(json.dumps(config))
+        predicted = _predicted(capsys)
+        sizes.append(next(size for line, size in predicted.items() if line.startswith("update")))
+    without, with_bonus, steered = sizes
+    assert without < with_bonus == steered
+
+
 @pytest.mark.filterwarnings("ignore")  # Lightning's advice about a run this small
 @pytest.mark.parametrize(
     ("module", "options"),
@@ -120,8 +143,9 @@ def test_phases_of_a_policy_need_what_was_predicted(
         ("DPO", {"policy": "FOLDER"}),
         ("DPO", {"policy": "FOLDER", "precompute_reference": True}),
         ("DPO", {"policy": {"source": "FOLDER", "lora": {"r": 8}}, "logprob_chunk": 128}),
+        ("KTO", {"policy": "FOLDER"}),
     ],
-    ids=["reward model", "DPO", "DPO, reference beforehand", "DPO, adapters"],
+    ids=["reward model", "DPO", "DPO, reference beforehand", "DPO, adapters", "KTO"],
 )
 def test_a_step_on_pairs_needs_what_was_predicted(
     module: str, options: dict[str, Any], model_folder: str, capsys: pytest.CaptureFixture[str]
@@ -129,7 +153,7 @@ def test_a_step_on_pairs_needs_what_was_predicted(
     tokens = PROMPT + NEW
     rows = [
         {
-            "prompt": "p" * 20,
+            "prompt": f"{index:02d}".ljust(20, "p"),
             # the end-of-sequence token comes behind
             "chosen": f"{index:03d}".ljust(tokens - 21 - index % 3, "c"),
             "rejected": f"{index:03d}".ljust(tokens - 31, "r"),

@@ -141,7 +141,7 @@ def test_answers_choose_the_reward_and_prompts_without_ask_for_one(
     [
         ("row.jsonl", "did you mean 'rows.jsonl'?"),
         ("rows.jsonl --task dopo", "did you mean 'dpo'?"),
-        ("rows.jsonl --task sft", "they fit reward_model, dpo, rloo"),
+        ("rows.jsonl --task sft", "they fit reward_model, dpo, kto, rloo"),
         ("rows.jsonl --output taken.yaml", "taken.yaml is there already"),
         # half of a prompt would be lost
         ("alpaca.jsonl", "no task fits its rows (instruction, input, output)"),

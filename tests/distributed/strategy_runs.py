@@ -14,12 +14,18 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor
 
 from lrlhf.callbacks import EMA, HFExport, KLControl, RLCheckpoint, VLLMWeightSync
-from lrlhf.datamodules import PreferenceDataModule, PromptDataModule, SupervisedDataModule
+from lrlhf.datamodules import (
+    PreferenceDataModule,
+    PromptDataModule,
+    SupervisedDataModule,
+    UnpairedPreferenceDataModule,
+)
 from lrlhf.environments import Episodes, TextEnvironment
 from lrlhf.models import CausalLM, LoRA, ScoreModel, ValueModel
 from lrlhf.models.sharding import state_of
 from lrlhf.modules import (
     DPO,
+    KTO,
     PPO,
     RLOO,
     SFT,
@@ -72,6 +78,19 @@ def dpo(_folder: Path) -> DPO:
     tokenizer = build_tokenizer()
     model = build_language_model(tokenizer)
     return DPO(model, tokenizer=tokenizer, optimizer=adamw(5e-3), sft_coef=0.1)
+
+
+def kto(folder: Path) -> KTO:
+    tokenizer = build_tokenizer()
+    model = build_language_model(tokenizer)
+    return KTO(
+        model,
+        tokenizer=tokenizer,
+        reference=CausalLM(source=str(folder)),
+        beta=0.5,
+        micro_batch_tokens=40,
+        optimizer=adamw(5e-3),
+    )
 
 
 def dpo_lora(folder: Path) -> DPO:
@@ -193,6 +212,7 @@ MODULES: dict[str, Callable[[Path], L.LightningModule]] = {
     "reward": reward,
     "sft": sft,
     "dpo": dpo,
+    "kto": kto,
     "dpo with lora and a precomputed reference": dpo_lora,
     "rloo": rloo,
     "ppo": ppo,
@@ -249,6 +269,12 @@ def data_of(module: L.LightningModule, folder: Path, ranks: int) -> L.LightningD
             for index, word in enumerate(words)
         ]
         build: Any = PreferenceDataModule
+    elif isinstance(module, KTO):
+        rows = [
+            {"prompt": f"say {word}", "completion": word * (1 + index % 5), "label": index % 3 > 0}
+            for index, word in enumerate(words)
+        ]
+        build = UnpairedPreferenceDataModule
     elif isinstance(module, SFT):
         # the ranks have different numbers of tokens
         rows = [

@@ -21,19 +21,21 @@ from lrlhf.datamodules import (
     PromptDataModule,
     ReplayDataModule,
     SupervisedDataModule,
+    UnpairedPreferenceDataModule,
 )
 from lrlhf.functional import ALGORITHMS, ESTIMATORS, POLICY_LOSSES
-from lrlhf.modules import DPO, PPO, RLOO, SFT, RewardModel
+from lrlhf.modules import DPO, KTO, PPO, RLOO, SFT, RewardModel
 from lrlhf.modules.metrics.reward_metrics import METRICS
 from tests.docs.public import PACKAGE, ROOT, public_names
 
 OWNERS: dict[str, tuple[type, ...]] = {
-    "model": (RLOO, PPO, RewardModel, SFT, DPO),
+    "model": (RLOO, PPO, RewardModel, SFT, DPO, KTO),
     "data": (
         PromptDataModule,
         PreferenceDataModule,
         ReplayDataModule,
         SupervisedDataModule,
+        UnpairedPreferenceDataModule,
     ),
     "trainer": (Trainer,),
 }

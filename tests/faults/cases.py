@@ -14,7 +14,7 @@ from PIL import Image
 ROOT = Path(__file__).parents[2]
 STEPS = 11
 """Iterations of a policy; a checkpoint after every second, a validation after every fourth."""
-_SUPERVISED = ("reward_model", "dpo", "sft", "process_reward")
+_SUPERVISED = ("reward_model", "dpo", "kto", "sft", "process_reward")
 """Cases that learn from rows alone, and their nine steps."""
 
 Config = dict[str, Any]
@@ -264,6 +264,7 @@ def _configs(folder: Path) -> dict[str, Config]:
             "RewardModel", {"model": adapted}, "PreferenceDataModule", pairs
         ),
         "dpo": _supervised("DPO", {"policy": adapted}, "PreferenceDataModule", pairs),
+        "kto": _supervised("KTO", {"policy": adapted}, "UnpairedPreferenceDataModule", pairs),
         "sft": _supervised("SFT", policy, "SupervisedDataModule", answers),
         "process_reward": _supervised(
             "ProcessRewardModel", {"model": adapted}, "StepwiseDataModule", steps

@@ -17,7 +17,7 @@ from lrlhf.functional import (
 )
 
 NAN = float("nan")
-GRPOS = {"bnpo", "sapo", "dppo", "clip_cov", "kl_cov"}
+GRPOS = {"bnpo", "luspo", "vespo", "sapo", "dppo", "clip_cov", "kl_cov"}
 SHARED = {"dapo", "gspo", "gmpo", "cispo", "ppo", "vapo", *GRPOS}
 # the others share one of these
 EVERY = pytest.mark.parametrize("name", sorted({*ESTIMATORS} - SHARED))
@@ -194,7 +194,7 @@ def test_every_algorithm_is_that_of_its_paper() -> None:
     unpenalized = {name for name, one in ALGORITHMS.items() if one.kl_coef == 0}
     assert unpenalized == {
         *("dapo", "gmpo", "cispo", "distillation", "sapo", "dppo", "clip_cov", "kl_cov"),
-        *("opo", "gpg", "vapo"),
+        *("opo", "gpg", "vapo", "luspo", "vespo"),
     }
     whitened = {name for name, one in ALGORITHMS.items() if one.estimator.normalize == "token"}
     assert whitened == {"ppo", "vapo", "reinforce_baseline", "reinforce_plus_plus"}
@@ -219,6 +219,8 @@ def test_every_algorithm_is_that_of_its_paper() -> None:
         "distillation": ("reinforce", "token_mean"),
         "bnpo": ("token_clip", "token_mean"),  # TRL
         "sapo": ("sapo", "sequence_mean"),  # Gao et al. 2025
+        "luspo": ("luspo", "sequence_mean"),  # TRL
+        "vespo": ("vespo", "token_mean"),  # TRL
         "dppo": ("dppo", "token_mean"),  # verl
         "clip_cov": ("clip_cov", "token_mean"),  # verl
         "kl_cov": ("kl_cov", "token_mean"),  # verl

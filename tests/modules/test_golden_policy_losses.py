@@ -81,6 +81,8 @@ def evaluate(
 SETTINGS: dict[str, tuple[PolicyLoss, dict[str, Any]]] = {
     "sapo": (loss_named("sapo"), {}),
     "sapo_verl": (loss_named("sapo"), {}),
+    "luspo": (loss_named("luspo", clip_low=0.2, clip_high=0.2), {}),
+    "vespo": (loss_named("vespo"), {}),
     "bnpo": (loss_named("bnpo"), {}),
     "unbiased_kl": (loss_named("grpo"), {"kl_coef": 0.3, "kl_estimator": "unbiased"}),
     "off_policy_mask": (loss_named("grpo"), {"off_policy_threshold": 0.02}),

@@ -8,8 +8,12 @@ import pytest
 import torch
 from PIL import Image
 
-from lrlhf.datamodules import PreferenceDataModule, SupervisedDataModule
-from lrlhf.modules import DPO, SFT
+from lrlhf.datamodules import (
+    PreferenceDataModule,
+    SupervisedDataModule,
+    UnpairedPreferenceDataModule,
+)
+from lrlhf.modules import DPO, KTO, SFT, OptimizerConfig
 from tests.modules.language_runs import SGD, weights
 from tests.modules.reward_runs import trainer
 from tests.vlms import build_vlm
@@ -68,3 +72,29 @@ def test_dpo_with_images(tmp_path: Path) -> None:
     run.fit(module, PreferenceDataModule(str(path), batch_size=3, val=str(path)))
     assert float(run.callback_metrics["eval/accuracy"]) == 1.0
     assert float(run.callback_metrics["eval/margin"]) > 0
+
+
+def test_kto_with_images_in_one_step_or_in_micro_batches(tmp_path: Path) -> None:
+    path = write(tmp_path, {"chosen": "seven", "rejected": "eight"})
+    moved = []
+    for limit in (None, 1):
+        vlm = build_vlm("qwen2_vl")
+        module = KTO(
+            vlm.model,
+            tokenizer=vlm.tokenizer,
+            processor=vlm.processor.processor,
+            micro_batch_tokens=limit,
+            beta=0.5,
+            optimizer=OptimizerConfig(lr=0.1, optimizer_class="torch.optim.SGD", warmup_steps=0),
+        )
+        before = weights(module)
+        run = trainer(tmp_path, max_epochs=2)
+        data = UnpairedPreferenceDataModule(str(path), batch_size=6, val=str(path))
+        run.fit(module, data)
+        # the second step has moved away from the reference, and looks at mismatched pairs
+        assert float(run.callback_metrics["rewards/margin"]) > 0
+        assert float(run.callback_metrics["eval/auroc"]) > 0.8
+        moved.append({name: before[name] - weight for name, weight in weights(module).items()})
+    assert any(moved[0][name].any() for name in moved[0] if "visual" in name)
+    for name, value in moved[0].items():
+        torch.testing.assert_close(moved[1][name], value, rtol=1e-4, atol=1e-5)

@@ -117,10 +117,11 @@ def test_loss_gradient_and_tokens_are_those_of_trl(case: dict[str, Any], tmp_pat
         optimizer=SGD,
         max_grad_norm=math.inf,
     )
-    rows = module.rows_of(batch, training=True)
+    it: Any = None
+    rows = module.rows_of(batch, it, training=True)
     labels = rows.labels.masked_fill(~rows.response_mask, -100)
     assert torch.equal(labels, torch.tensor(case["labels"], dtype=torch.float32))
-    assert torch.equal(module.rows_of(batch, training=False).response_mask, batch.step_ends)
+    assert torch.equal(module.rows_of(batch, it, training=False).response_mask, batch.step_ends)
     found, logged = gradients(module, [batch], tmp_path)
     assert_recorded(found, case["gradients"])
     close(logged["train/loss"], case["loss"])

@@ -61,6 +61,16 @@ def test_stored_rollouts_are_trained_on_without_an_engine(ppo, train, stored) ->
             "top_p, top_k, min_p or min_new_tokens.* allow_truncated_sampling",
         ),
         ({}, {"dynamic_sampling": DynamicSampling(prompts=1)}, "the data holds stored ones"),
+        (
+            {},
+            {"importance_sampling": ImportanceSampling(mode="decoupled_k3_rs")},
+            "importance_sampling rejects .* drop reject and presets",
+        ),
+        (
+            {},
+            {"importance_sampling": ImportanceSampling(mode="none", reject={"token_k1": (0.5, 2)})},
+            "importance_sampling rejects",
+        ),
         # weights for hot first tokens are none for tokens that were cut off
         (
             {"sampling": Sampling(max_new_tokens=6, top_k=9), "allow_truncated_sampling": True},

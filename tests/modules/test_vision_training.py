@@ -109,6 +109,15 @@ def test_an_update_does_not_depend_on_how_it_is_cut(family: str, ask) -> None:
         assert_same(after, run.after, rtol=1e-4, atol=1e-5)
 
 
+def test_turns_behind_images_are_refused_before_anything_is_sampled(ask) -> None:
+    module = policy(build_vlm("qwen2_vl"), algorithm="gigpo")
+    monitored: list[Any] = []
+    module.engine.generate = lambda *given, **_: monitored.append(given)  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="these rows show images or sounds"):
+        ask(module)
+    assert not monitored
+
+
 @pytest.mark.parametrize("own", [False, True])
 def test_ppo_trains_actor_and_critic_on_what_they_see(own: bool, ask) -> None:
     critic = Critic()

@@ -46,6 +46,7 @@ TINY = {
     "SFT": ["--model.policy.source={model}", "--data.max_tokens=128"],
     "ProcessRewardModel": ["--model.model.source={model}", "--data.max_tokens=128"],
     "DPO": ["--model.policy.source={model}", "--data.max_tokens=128"],
+    "KTO": ["--model.policy.source={model}", "--data.max_tokens=128"],
     "PPO": [
         "--model.policy={model}",
         "--model.rewards.functions.preference.source={reward}",
@@ -107,7 +108,7 @@ def _small_data(config: dict[str, Any], folder: Path) -> list[str]:
     rows = [
         {
             "question": f"What is {n} + 1?", "answer": f"#### {n + 1}", "prompt": f"{n} + 1 =",
-            "chosen": f"{n + 1}", "rejected": "?", "completion": f"{n + 1}",
+            "chosen": f"{n + 1}", "rejected": "?", "completion": f"{n + 1}", "label": n % 3 > 0,
             "completions": ["Add.", f"{n + 1 + n % 2}"], "labels": [True, n % 2 == 0],
         }
         for n in range(40)
@@ -132,7 +133,11 @@ def _small_data(config: dict[str, Any], folder: Path) -> list[str]:
         ]
     if _class(config, "data") == "PreferenceDataModule":
         return [f"--data.{part}={file}" for part in ("train", "val") if part in options]
-    if _class(config, "data") in ("SupervisedDataModule", "StepwiseDataModule"):
+    if _class(config, "data") in (
+        "SupervisedDataModule",
+        "StepwiseDataModule",
+        "UnpairedPreferenceDataModule",
+    ):
         return [f"--data.train={file}"]
     held_out = [] if "val_size" in options else ["--data.val_fraction=0.2"]
     short = ["--data.max_prompt_tokens=128", "--model.sampling.max_new_tokens=48"]

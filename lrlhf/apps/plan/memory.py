@@ -26,6 +26,7 @@ from lrlhf.apps.plan.strategy_shares import (
     strategy_of,
     weights_of,
 )
+from lrlhf.callbacks import EntropyControl
 from lrlhf.cli.config_entries import is_a, options_of, spec_of
 from lrlhf.functional.algorithm import Algorithm
 from lrlhf.functional.algorithms import ALGORITHMS, ALIASES, distillation, resolve_algorithm
@@ -49,7 +50,7 @@ from lrlhf.models import (
 from lrlhf.models.loading.meta import skeleton
 from lrlhf.models.media_inputs import placeholder_ids
 from lrlhf.models.token_budget import FIRST_TOKENS
-from lrlhf.modules import DPO, SFT
+from lrlhf.modules import DPO, KTO, SFT
 from lrlhf.modules.dpo import resolve_preference_loss
 from lrlhf.modules.policy.iteration import BatchPlan, plain_text
 from lrlhf.rewards import LearnedReward, ProcessReward
@@ -216,10 +217,16 @@ class PhaseList:
 _GIB = 2**30
 
 
-def add_policy_phases(phases: PhaseList, model: Any, data: Any, plan: BatchPlan) -> None:
-    """Add the phases of an iteration, from the config's entries of the module and the data."""
-    prompt_tokens = phases.tokens_of(data, "max_prompt_tokens", "prompts")
-    _PolicyMemory(phases, options_of(model), plan, prompt_tokens).add_phases()
+def add_policy_phases(phases: PhaseList, sections: Mapping[str, Any], plan: BatchPlan) -> None:
+    """Add the phases of an iteration, from the config's groups."""
+    prompt_tokens = phases.tokens_of(sections["data"], "max_prompt_tokens", "prompts")
+    options = options_of(sections["model"])
+    # the callback raises a coefficient of 0 too
+    callbacks = sections["trainer"].get("callbacks") or []
+    listed = callbacks if isinstance(callbacks, list) else [callbacks]
+    steered = any(is_a(callback, EntropyControl) for callback in listed)
+    entropy = steered or options_of(options["update"]).get("entropy_coef", 0.0) > 0
+    _PolicyMemory(phases, options, plan, prompt_tokens, entropy=entropy).add_phases()
 
 
 def note_media(phases: PhaseList, plain: PreTrainedModel) -> None:
@@ -235,8 +242,15 @@ class _PolicyMemory:
     """Goes through an iteration, in its order."""
 
     def __init__(
-        self, phases: PhaseList, options: Mapping[str, Any], plan: BatchPlan, prompt_tokens: int
+        self,
+        phases: PhaseList,
+        options: Mapping[str, Any],
+        plan: BatchPlan,
+        prompt_tokens: int,
+        *,
+        entropy: bool,
     ) -> None:
+        self._entropy = entropy
         self._phases, self._options, self._plan = phases, options, plan
         self._update = options_of(options["update"])
         self._copies = int(options["num_generations"])
@@ -457,7 +471,7 @@ class _PolicyMemory:
             self._policy,
             batch,
             chunk_size=int(self._update.get("logprob_chunk", 1024)),
-            entropy=self._update.get("entropy_coef", 0.0) > 0,
+            entropy=self._entropy,
             value_head=None if self._head is None else self._values,
         )
         parts = [part for part in (out.logprobs, out.entropy, out.values) if part is not None]
@@ -476,7 +490,7 @@ def _micro_batch_option(shape: Shape) -> str:
 
 
 def add_supervised_phases(phases: PhaseList, model: Any, data: Any) -> None:
-    """Add the phases of an optimizer step of `SFT`, from the config's entries.
+    """Add the phases of an optimizer step of `SFT` or `KTO`, from the config's entries.
 
     The loss is taken to be on every token.
     """
@@ -492,6 +506,9 @@ def add_supervised_phases(phases: PhaseList, model: Any, data: Any) -> None:
     at_once = rows if budget is None else min(rows, max(1, budget // policy.tokens))
     adds_up = at_once < rows
     shares = policy.hold(accumulates=adds_up)
+    option = f"micro_batch_tokens (now {at_once * policy.tokens})"
+    if is_a(model, KTO):
+        policy.add_reference(shares, policy.shape(at_once), option)
 
     def loss(batch: SequenceBatch) -> Tensor:
         entropy = bool(policy.options.get("log_entropy"))
@@ -506,7 +523,6 @@ def add_supervised_phases(phases: PhaseList, model: Any, data: Any) -> None:
         accumulates=adds_up or phases.dry_run.casts_weights,
         offloads=policy.offloads,
     )
-    option = f"micro_batch_tokens (now {at_once * policy.tokens})"
     phases.add_update("policy", shares, usage, option)
 
 
@@ -521,19 +537,11 @@ def add_preference_phases(phases: PhaseList, model: Any, data: Any, *, adds_up: 
     shares = policy.hold(accumulates=adds_up)
     option, shape = f"data.batch_size (now {pairs})", policy.shape(2 * pairs)
 
-    def logprobs(batch: SequenceBatch) -> Tensor:
-        return sequence_logprobs(policy.model, batch, chunk_size=policy.chunk)
-
     if policy.has_reference:
-        alone = phases.resident
-        policy.hold_reference()
-        usage = phases.dry_run.forward(policy.model, logprobs, shape)
-        phases.add("reference", usage, Usage(shares.gathered), option=option)
-        if policy.options.get("precompute_reference"):
-            phases.resident = alone
+        policy.add_reference(shares, shape, option)
     usage = phases.dry_run.update(
         policy.model,
-        lambda batch: logprobs(batch).sum(),
+        lambda batch: policy.logprobs(batch).sum(),
         shape,
         accumulates=True,
         offloads=policy.offloads,
@@ -564,6 +572,18 @@ class _Policy:
         weights = weights_of(self.model, self._plain, quantization=self._spec.quantization)
         optimizer = options_of(self.options["optimizer"])
         return self._phases.hold(weights, optimizer, accumulates=accumulates)
+
+    def logprobs(self, batch: SequenceBatch) -> Tensor:
+        return sequence_logprobs(self.model, batch, chunk_size=self.chunk)
+
+    def add_reference(self, shares: Shares, shape: Shape, option: str) -> None:
+        """Add its pass, before or between the policy's."""
+        alone = self._phases.resident
+        self.hold_reference()
+        usage = self._phases.dry_run.forward(self.model, self.logprobs, shape)
+        self._phases.add("reference", usage, Usage(shares.gathered), option=option)
+        if self.options.get("precompute_reference"):
+            self._phases.resident = alone
 
     @property
     def has_reference(self) -> bool:
@@ -617,7 +637,7 @@ def memory_report(
         if plan is None:
             _add_configured_phases(phases, sections)
         else:
-            add_policy_phases(phases, sections["model"], sections["data"], plan)
+            add_policy_phases(phases, sections, plan)
     except (ValueError, RuntimeError, NotImplementedError) as error:
         # a source that is not there, or a model whose shapes depend on its numbers
         return f"no memory table: {' '.join(str(error).split())}"
@@ -638,7 +658,7 @@ def _add_configured_phases(phases: PhaseList, sections: Mapping[str, Any]) -> No
     """Add the phases of a step on given texts, or on pairs of them."""
     model, data = sections["model"], sections["data"]
     adds_up = sections["trainer"]["accumulate_grad_batches"] > 1
-    if is_a(model, SFT):
+    if is_a(model, SFT) or is_a(model, KTO):
         add_supervised_phases(phases, model, data)
     elif is_a(model, DPO):
         add_preference_phases(phases, model, data, adds_up=adds_up)

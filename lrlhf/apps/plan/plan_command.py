@@ -22,7 +22,7 @@ from lrlhf.cli.config_entries import (
     processes,
     training_steps,
 )
-from lrlhf.modules import DPO, SFT, RewardModel, TrainingModule
+from lrlhf.modules import DPO, KTO, SFT, RewardModel, TrainingModule
 from lrlhf.modules.policy.iteration import BatchPlan, Quantity, table_of
 from lrlhf.options.errors import RefusedError
 
@@ -75,8 +75,8 @@ def describe_run(config: Namespace) -> Iterator[str]:
     title = f"{model['class_path']} on {data['class_path']}\n\n"
     if not isinstance(batch_size, int):
         reason = f"{data['class_path']} has no option batch_size"
-    elif is_a(model, RewardModel) or is_a(model, DPO) or is_a(model, SFT):
-        tables = _text_tables if is_a(model, SFT) else _pair_tables
+    elif any(is_a(model, kind) for kind in (RewardModel, DPO, KTO, SFT)):
+        tables = _text_tables if is_a(model, SFT) or is_a(model, KTO) else _pair_tables
         yield title + tables(batch_size, trainer, ranks)
         yield memory_report(sections, None, ranks.number or 1, device_size)
         return

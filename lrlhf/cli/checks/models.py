@@ -27,7 +27,7 @@ from lrlhf.models import (
 )
 from lrlhf.models.loading.meta import model_config, skeleton
 from lrlhf.models.loading.model_sources import converted_folder, locate
-from lrlhf.modules import DPO
+from lrlhf.modules.referenced_policy import ReferencedPolicy
 from lrlhf.options.errors import MistakeError
 
 _TRAINED: Mapping[str, type[PretrainedSpec]] = {"policy": CausalLM, "model": ScoreModel}
@@ -98,7 +98,7 @@ def check_models(model: Any) -> TrainedModel | None:
     for group, kind in _FURTHER_MODELS.items():
         key: tuple[str, ...] = ("model", group, "model")
         entry = options_of(options.get(group)).get("model")
-        if is_a(model, DPO) and group == "reference":
+        if is_a(model, ReferencedPolicy) and group == "reference":
             key, entry = ("model", group), options.get(group)
         if entry is not None:
             looked_at = _look_at(key, _spec(entry, kind))

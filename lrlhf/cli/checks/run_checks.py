@@ -52,6 +52,7 @@ from lrlhf.datamodules.loading.splits import FirstRows
 from lrlhf.datamodules.rows.collate import PromptRow
 from lrlhf.media import MediaOptions, MediaProcessor, read_image
 from lrlhf.models import TextLimits
+from lrlhf.modules.policy.experience import SHOWN_OBSERVATIONS
 from lrlhf.modules.policy.iteration import BatchPlan, Quantity
 from lrlhf.modules.policy.sample import check_compared, check_evaluation, check_extra_samples
 from lrlhf.modules.policy.settings import PolicySettings
@@ -148,6 +149,7 @@ def check_run(
         read = _tried(check_reward_columns, model, seen.columns, processor is not None)
         if read is not None:
             yield f"rewards  read {', '.join(read) or 'no column'}"
+        _tried(check_observations, settings, seen)
         _tried(check_reward_templates, model, seen)
         yield from _tried(_of_rewards, parts, seen, settings if trains else None) or ()
         yield from _tried(shown_rows, seen, trained, show) or ()
@@ -326,6 +328,14 @@ def check_kl_control(trainer: Mapping[str, Any], settings: PolicySettings | None
             raise MistakeError(
                 ("trainer", "callbacks"), NOTHING_TO_ADAPT, value=str(entry["class_path"])
             )
+
+
+def check_observations(settings: PolicySettings | None, seen: CheckedRows) -> None:
+    """Refuse to compare turns by what was read before them where prompts show something."""
+    if settings is None or not settings.algorithm.estimator.uses_observations:
+        return
+    if any(isinstance(row, PromptRow) and row.deferred for row in seen.train.rows):
+        raise MistakeError(("model", "algorithm"), SHOWN_OBSERVATIONS)
 
 
 def check_siblings(settings: PolicySettings | None, rewards: Rewards | None) -> None:

@@ -19,6 +19,7 @@ from lrlhf.functional.algorithms import (
     grpo,
     gspo,
     kl_cov,
+    luspo,
     mt_grpo,
     opo,
     pass_at_k,
@@ -32,6 +33,7 @@ from lrlhf.functional.algorithms import (
     rloo_turn,
     sapo,
     vapo,
+    vespo,
 )
 from lrlhf.functional.names import import_value
 
@@ -51,9 +53,11 @@ ALGORITHMS: dict[str, Algorithm] = {
         bnpo,
         dapo,
         gspo,
+        luspo,
         gmpo,
         cispo,
         sapo,
+        vespo,
         dppo,
         clip_cov,
         kl_cov,

@@ -434,6 +434,12 @@ def _credited_turns(
     return statistics.scaled_parts(experience.turn_rewards, settings.scale_rewards)
 
 
+SHOWN_OBSERVATIONS = (
+    "the estimator compares turns by the tokens read before them, and these rows show images or "
+    "sounds, whose tokens are all alike: take another algorithm (rloo_turn)"
+)
+
+
 def _observations(experience: Experience) -> Tensor:
     """`[B, K]`: see `observation_numbers`.
 
@@ -441,10 +447,7 @@ def _observations(experience: Experience) -> Tensor:
         ValueError: Rows show pictures, which equal tokens do not tell apart.
     """
     if experience.media is not None and any(experience.media):
-        raise ValueError(
-            "the estimator compares turns by the tokens read before them, and these rows show "
-            "images or sounds, whose tokens are all alike: take another algorithm (rloo_turn)"
-        )
+        raise ValueError(SHOWN_OBSERVATIONS)
     if experience.forks is not None and bool((experience.forks != 0).any()):
         raise ValueError(
             "the estimator compares turns by the tokens read before them, and these rows hold "

@@ -19,6 +19,7 @@ from lrlhf.functional.turns import turn_numbers, turn_sums
 from lrlhf.media import MediaOptions
 from lrlhf.modules.metrics.rollout_metrics import ConstantRewards, FirstResponses, measure_rollout
 from lrlhf.modules.policy.experience import (
+    SHOWN_OBSERVATIONS,
     as_experience,
     compute_advantages,
     score_columns,
@@ -114,6 +115,9 @@ class Sampler:
             it: The iteration; measures the responses, and gets their records.
         """
         stored = isinstance(batch, StoredRollout) and not batch.as_recorded
+        shows = isinstance(batch, PromptBatch) and batch.media is not None and any(batch.media)
+        if shows and self._settings.algorithm.estimator.uses_observations:
+            raise ValueError(SHOWN_OBSERVATIONS)
         if isinstance(batch, StoredRollout):
             self._check_stored(batch, it)
             trained, padding_rows = as_collected(batch, step=it.number)
@@ -157,6 +161,12 @@ class Sampler:
             raise ValueError(
                 "dynamic_sampling generates responses, but the data holds stored ones: drop "
                 "dynamic_sampling, or train on prompts"
+            )
+        if settings.importance.rejection and not batch.as_recorded:
+            raise ValueError(
+                "importance_sampling rejects where engine and trainer are far apart, and stored "
+                "rollouts are trained on from the engine's log-probabilities, without such "
+                "weights: drop reject and presets of mode, or set data.as_recorded"
             )
         check_stored(
             batch,

@@ -48,6 +48,12 @@ def of_trl(given: dict[str, Tensor], **options: Any) -> Tensor:
         delta=None,
         sapo_temperature_pos=1.0,
         sapo_temperature_neg=1.05,
+        **{
+            "vespo_k_pos": 2.0,
+            "vespo_lambda_pos": 3.0,
+            "vespo_k_neg": 3.0,
+            "vespo_lambda_neg": 2.0,
+        },
     )
     accelerator = SimpleNamespace(
         gather=lambda value: value, reduce=lambda value, reduction: value, num_processes=1
@@ -60,9 +66,10 @@ def of_trl(given: dict[str, Tensor], **options: Any) -> Tensor:
         loss_type=options["loss_type"],
         beta=options.get("beta", 0.0),
         off_policy_mask_threshold=options.get("off_policy_mask_threshold"),
-        importance_sampling_level="token",
+        importance_sampling_level=options.get("importance_sampling_level", "token"),
         epsilon_low=0.2,
         epsilon_high=0.2,
+        get_gamma_weights=GRPOTrainer.get_gamma_weights,
         aux_loss_enabled=False,
         top_entropy_quantile=1.0,
         use_vllm=False,
@@ -86,6 +93,7 @@ def of_trl(given: dict[str, Tensor], **options: Any) -> Tensor:
         "old_per_token_logps": given["old_logprobs"],
         "ref_per_token_logps": given["ref_logprobs"],
         "sampling_per_token_logps": given["sampling_logprobs"],
+        "num_items_in_batch": given["mask"].sum(),
     }
     return GRPOTrainer._compute_loss(trainer, model, batch)
 
@@ -149,6 +157,8 @@ CRITERIA = {
 }
 LOSSES = {
     "sapo": partial(of_trl, loss_type="sapo"),
+    "luspo": partial(of_trl, loss_type="luspo", importance_sampling_level="sequence"),
+    "vespo": partial(of_trl, loss_type="vespo"),
     "sapo_verl": partial(of_verl, name="sapo", mode="seq-mean-token-mean"),
     "bnpo": partial(of_trl, loss_type="bnpo"),
     "unbiased_kl": partial(of_trl, loss_type="grpo", beta=0.3, use_bias_correction_kl=True),

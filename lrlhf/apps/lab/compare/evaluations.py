@@ -193,10 +193,13 @@ def _read(folder: Path, step: int, path: Path, temperature: float | None) -> Run
     there: dict[float | None, None] = {}
     for number, record in enumerate(records(path), start=1):
         known = "score" in record or isinstance(record.get("labels"), Mapping)
-        if "steps" in record:
+        if "steps" in record or "label" in record:
+            of = (
+                "a process reward model, whose steps" if "steps" in record else "KTO, whose answers"
+            )
             raise ValueError(
-                f"{path} is of a process reward model, whose steps are not compared: compare the "
-                "metrics of both evaluations, eval/… in metrics.csv"
+                f"{path} is of {of} are not compared: compare the metrics of both evaluations, "
+                "eval/… in metrics.csv"
             )
         if not (known or _is_scored_text(record)):
             raise ValueError(
