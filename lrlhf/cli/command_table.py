@@ -91,6 +91,11 @@ COMMANDS = {
         "lrlhf.apps.lab.inspect_command:inspect",
         CommandKind.FILES,
     ),
+    "diagnose": Command(
+        "say why a policy does not learn, and what to change first",
+        "lrlhf.apps.lab.diagnose_command:diagnose",
+        CommandKind.FILES,
+    ),
     "reward": Command(
         "what the rewards of a config say of given responses, or said in a run",
         "lrlhf.apps.lab.config_commands:RewardRunner",

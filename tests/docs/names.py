@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from lrlhf import Trainer
-from lrlhf.cli.help_texts import _TEXTS
+from lrlhf.cli.command_table import COMMANDS
 from lrlhf.datamodules import (
     PreferenceDataModule,
     PromptDataModule,
@@ -68,7 +68,7 @@ def wrong_names(span: str) -> list[str]:
 
 def wrong_in_command(text: str) -> Iterator[str]:
     command, *words = text.split()[1:]
-    if command not in _TEXTS:
+    if command not in COMMANDS:
         yield command
     yield from (flag for flag in words if flag.startswith("--") and not is_flag(flag))
 

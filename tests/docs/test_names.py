@@ -89,7 +89,7 @@ def test_the_command_line_answers_with_what_the_tables_say() -> None:
         "trainer.max_stepz",
         "policy/kl",
         "perf/sleeping_s",
-        "lrlhf verify",
+        "lrlhf verfy",
         "lrlhf fit --model.policie x",
         "--model.update.loss_type",
         "KLController",

@@ -69,6 +69,15 @@ class RunFiles:
         return read_yaml(path) if path.exists() else {}
 
     @property
+    def options(self) -> dict[str, Any]:
+        """The options of the module, by the config or, in Python, by what the logger kept."""
+        model = self.config.get("model")
+        if isinstance(model, Mapping):
+            return dict(model.get("init_args", model))
+        path = self.folder / "hparams.yaml"
+        return read_yaml(path) if path.exists() else {}
+
+    @property
     def media(self) -> list[Path]:
         """The folders of media that the config names (``media.root``) below the working folder.
 
