@@ -256,10 +256,9 @@ def _check_scores(rows: Sequence[Row]) -> list[Answer]:
     """Check that the score of a response is the weighted sum of its rewards."""
     wrong, known = [], [row for row in rows if row.parts]
     for row in known:
-        values = [value * row.weights.get(name, 1.0) for name, value in row.parts.items()]
-        values = [value for value in values if not math.isnan(value)]
+        values = [v * row.weights.get(n, 1.0) for n, v in row.parts.items() if not math.isnan(v)]
         bound = 1e-4 * max([1e-3, abs(row.score), *map(abs, values)])
-        if abs(sum(values) - row.score) > bound:
+        if abs(row.sum_of_parts - row.score) > bound:
             wrong.append(row.place)
     if not wrong:
         return []

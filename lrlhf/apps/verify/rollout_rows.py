@@ -124,6 +124,12 @@ class Row:
         assert self.ids is not None, "of rows with token ids"
         return torch.arange(len(self.ids)) >= self.start
 
+    @property
+    def sum_of_parts(self) -> float:
+        """The weighted sum of the rewards; NaN counts nothing."""
+        parts = ((self.weights.get(name, 1.0), value) for name, value in self.parts.items())
+        return math.fsum(weight * value for weight, value in parts if not math.isnan(value))
+
     def written_error(self, name: str, values: Tensor) -> float:
         """Return the error that numbers of a column were written with, that of float32 at least."""
         size = float(values.abs().nan_to_num(0.0, posinf=0.0).amax().clamp(min=1.0))
@@ -332,9 +338,7 @@ def _rows_of_tensors(columns: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         }
 
 
-def _of_record(  # noqa: C901  the layouts of six libraries
-    record: Mapping[str, Any], place: str, padding: Padding, step: int
-) -> Row:
+def _of_record(record: Mapping[str, Any], place: str, padding: Padding, step: int) -> Row:
     def get(name: str, *kinds: type) -> Any:
         values = (record[key] for key in COLUMNS[name] if record.get(key) is not None)
         return next((value for value in values if not kinds or isinstance(value, kinds)), None)
@@ -371,10 +375,7 @@ def _of_record(  # noqa: C901  the layouts of six libraries
     elif score is None or isinstance(score, list):
         score = score or get("token_scores", list)
         score = score and math.fsum(_number(value or 0.0, "score") for value in score)
-    if score is None and parts:
-        weighted = [value * row.weights.get(name, 1.0) for name, value in parts.items()]
-        score = math.fsum(value for value in weighted if not math.isnan(value))
-    row.score = _number(score, "score")
+    row.score = row.sum_of_parts if score is None and parts else _number(score, "score")
     _read_ids(row, get, padding)
     if row.loss_mask is not None and row.sampled is not None and "completion_mask" in record:
         row.loss_mask &= row.sampled  # TRL multiplies the two

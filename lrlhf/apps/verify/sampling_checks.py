@@ -347,6 +347,16 @@ class _Tokens(NamedTuple):
         series = 2 * np.sum((-1.0) ** (terms - 1) * np.exp(-2 * (terms * scaled) ** 2))
         return float(min(1.0, max(0.0, series))) if scaled > 0.2 else 1.0
 
+    @property
+    def mass(self) -> float:
+        """The most probable tokens that all lie within have this share."""
+        return float(self.uniforms.max()) if len(self.uniforms) else 1.0
+
+    @property
+    def cut_p_value(self) -> float:
+        """Probability of no token outside: the largest of n uniform numbers is below m with m^n."""
+        return float(self.mass ** len(self.uniforms))
+
 
 def _tokens(evidence: Evidence, candidate: Candidate, temperature: float | None = None) -> _Tokens:
     generator = torch.Generator().manual_seed(0)
@@ -385,7 +395,7 @@ def _by_likelihood(evidence: Evidence) -> Answer:
         text = f"{name} sampled the responses and not {expected} ({shown})"
     elif p_values[expected] >= _LEVEL:
         verdict, text = "sound", f"they are as samples of {expected} are ({shown})"
-    elif evidence.truncates or _limits(evidence) is not None:
+    elif evidence.truncates or tokens[expected].cut_p_value < _LEVEL:
         verdict, text = "unknown", "and top-p, top-k or min-p cut some off"
     elif (temperature := _sampled_at(evidence)) is not None:
         verdict, text = "sound", f"they are samples of {expected} at temperature {temperature:.3g}"
@@ -411,43 +421,28 @@ def _sampled_at(evidence: Evidence) -> float | None:
     return best if tested[best] > 1e-3 else None
 
 
-class _Limits(NamedTuple):
-    mass: float
-    """The largest share of more probable tokens, the token itself included."""
-    rank: int
-    p_value: float
-
-
-def _limits(evidence: Evidence) -> _Limits | None:
-    """Return within which set all tokens lie; None: by chance they may."""
-    tokens = _tokens(evidence, evidence.expected)
-    # the largest of n uniform numbers is below m with probability m^n
-    largest = float(tokens.uniforms.max()) if len(tokens.uniforms) else 1.0
-    p_value = largest ** len(tokens.uniforms)
-    return _Limits(largest, tokens.rank + 1, p_value) if p_value < _LEVEL else None
-
-
 def check_ratio(evidence: Evidence) -> list[Answer]:
     """Look for a factor of temperature, top-p, top-k or min-p between sampling and training."""
     answers = [*_factors(evidence, "sampling"), *_factors(evidence, "old"), *_mean_ratio(evidence)]
     kinds = {fit.kind for fit in evidence.fits["sampling"]}
-    limits = _limits(evidence)
-    if limits is not None and kinds <= {"plain"} and all(a.verdict == "sound" for a in answers):
+    tokens = _tokens(evidence, evidence.expected)
+    cut = tokens.cut_p_value < _LEVEL
+    if cut and kinds <= {"plain"} and all(answer.verdict == "sound" for answer in answers):
         text = (
-            f"no token lies outside of the {limits.mass:.1%} most probable, nor beyond rank "
-            f"{limits.rank} (p = {limits.p_value:.1g}): tokens were cut off by top-p, top-k or "
-            "min-p, and the log-probabilities are of all tokens"
+            f"no token lies outside of the {tokens.mass:.1%} most probable, nor beyond rank "
+            f"{tokens.rank + 1} (p = {tokens.cut_p_value:.1g}): tokens were cut off by top-p, "
+            "top-k or min-p, and the log-probabilities are of all tokens"
         )
         verdict: Verdict = "unknown" if evidence.truncates else "fault"
-        answers.append(Answer("ratio", verdict, text, limits._asdict()))
+        figures = {"mass": tokens.mass, "rank": tokens.rank + 1, "p_value": tokens.cut_p_value}
+        answers.append(Answer("ratio", verdict, text, figures))
     if answers:
         return answers
     if kinds & {"none", "broken"}:
         return [Answer("ratio", "unknown", "there are responses that none of the weights sampled")]
     if kinds or evidence.fits["old"]:
         return [Answer("ratio", "sound", "log-probabilities are at the named temperature")]
-    rejected = _tokens(evidence, evidence.expected).p_value < _LEVEL
-    if rejected and (temperature := _sampled_at(evidence)) is not None:
+    if tokens.p_value < _LEVEL and (temperature := _sampled_at(evidence)) is not None:
         text = f"the tokens were sampled at temperature {temperature:.3g}"
         return [Answer("ratio", "fault", text, {"temperature": temperature})]
     return [Answer("ratio", "unknown", "no log-probabilities were recorded")]

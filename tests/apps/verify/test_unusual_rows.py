@@ -12,9 +12,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from lrlhf.apps.verify import Verification, verify
-from lrlhf.apps.verify.rollout_rows import Padding, read_rollouts
+from lrlhf.apps.verify.candidate_weights import Candidate
+from lrlhf.apps.verify.rollout_rows import Padding, read_rollouts, rows_of_batch
 from lrlhf.apps.verify.verify_command import run_verify
 from lrlhf.options.errors import ConfigError
+from lrlhf.types import Rollout
+from tests import vlms
 from tests.apps.verify.test_verify import (
     ALONE,
     END,
@@ -208,7 +211,7 @@ HIDDEN: list[tuple[str, dict[str, Any], Callable[[Run], None], str]] = [
     ("zeros for numbers", PLAIN | {"old": False}, each(zero), "none of the weights"),
     (
         "few responses of the base, nothing recorded",
-        ALONE | {"engine": "base", "length": 40, "prompts": 3, "group": 4},
+        ALONE | {"engine": "base", "length": 100, "prompts": 2, "group": 4},
         nothing,
         "base sampled",
     ),
@@ -273,6 +276,34 @@ def test_an_engine_in_bfloat16_is_no_fault_of_weights_in_float32(tmp_path: Path)
     assert "--engine_dtype bfloat16" in first.text
     run.candidates[0].dtype = torch.float32
     assert "none of the weights" in checked(run, tmp_path).answers[0].text
+
+
+def test_responses_about_images_are_computed_with_them() -> None:
+    vlm = vlms.build_vlm("qwen2_vl")
+    entries = [vlms.row(vlm, [0], answer="one!"), vlms.row(vlm, [1], answer="two?")]
+    batch = vlms.batch_of(entries)
+    values = torch.zeros(batch.input_ids.shape)
+    with torch.no_grad():
+        for index, entry in enumerate(entries):
+            own = vlms.plain_logprobs(vlm.model, vlm, entry)
+            values[index, batch.response_mask[index]] = own
+    rollout = Rollout(
+        input_ids=batch.input_ids,
+        attention_mask=batch.attention_mask,
+        response_mask=batch.response_mask,
+        media=batch.media,
+        sampling_logprobs=values,
+        group_ids=torch.tensor([0, 0]),
+        truncated=torch.tensor([False, False]),
+    )
+    rows = [*rows_of_batch(rollout, "step")]
+    policy = Candidate("policy", vlm.model, vlm.tokenizer, torch.float32)
+    first = verify(rows, [policy]).answers[0]
+    assert (first.verdict, first.text[:21]) == ("sound", "policy sampled 2 of 2")
+    for row in rows:
+        row.media = None
+    first = verify(rows, [policy]).answers[0]
+    assert (first.verdict, "images" in first.text) == ("unknown", True)
 
 
 def test_responses_that_are_alone_in_their_group_have_no_formula(tmp_path: Path) -> None:
