@@ -17,7 +17,8 @@ from torch import nn
 from lrlhf.cli.export_command import fill
 from lrlhf.datamodules import PromptDataModule
 from lrlhf.foreign_files import TRUST_FLAG, read_yaml, refuse_foreign_code
-from lrlhf.models import CausalLM, load_config
+from lrlhf.models import CausalLM, LoRA, load_config
+from lrlhf.models.loading.adapters import stored_adapters
 from lrlhf.models.loading.model_sources import locate
 from lrlhf.models.loading.reward_files import HEAD_CONFIG
 from lrlhf.modules.policy.load_policy import LoadedPolicy, load_policy
@@ -31,6 +32,7 @@ from lrlhf.run.checkpoints.checkpoint_search import SUFFIX, newest_intact
 _logger = logging.getLogger(__name__)
 
 _CONFIG = "config.yaml"
+_ADAPTERS = "adapter_config.json"
 _EXPORTS = ("export/final", "hf/final", "final")
 _PROMPT_OPTIONS = (
     *("prompt_column", "prompt_template", "as_chat", "system_prompt"),
@@ -81,7 +83,8 @@ def load_trained(
 
     Args:
         source: A run's folder (its newest checkpoint, else its export), a checkpoint, or a model:
-            a folder that ``transformers`` loads, a ``.gguf`` file, ``package:<module>``, a hub id.
+            a folder that ``transformers`` loads, a ``.gguf`` file, ``package:<module>``, a hub id;
+            or a folder of LoRA adapters, which are put around the model that they name.
         dtype: Of the weights; None: as stored, of a checkpoint as in the run.
         device: ``auto``: a GPU where there is one.
         use_ema: Of a checkpoint the averaged weights.
@@ -131,7 +134,8 @@ def _checkpoint_of(path: Path) -> Path | str | None:
         there = sorted(entry.name for entry in path.parent.glob(f"*{SUFFIX}"))
         listed = f"; there are {', '.join(there)}" if there else ""
         raise ConfigError(f"no checkpoint {path}{listed}")
-    if not path.is_dir() or (path / "config.json").is_file() or any(path.glob("*.gguf")):
+    names = ("config.json", _ADAPTERS, "*.gguf")
+    if not path.is_dir() or any(found for name in names for found in path.glob(name)):
         return None
     folders = [folder for folder in (path / "checkpoints", path) if folder.is_dir()]
     passed: dict[Path, str] = {}
@@ -168,13 +172,23 @@ def _config_of(checkpoint: Path) -> Path | None:
     return next((folder / _CONFIG for folder in folders if (folder / _CONFIG).is_file()), None)
 
 
-def _from_model(source: str, dtype: str | None, *, trusted: bool) -> TrainedPolicy:
+def _from_model(named: str, dtype: str | None, *, trusted: bool) -> TrainedPolicy:
+    source = named
     with _as_one_line():
+        lora, adapters = None, Path(source).expanduser()
+        if (adapters / _ADAPTERS).is_file() and not (adapters / "config.json").is_file():
+            lora = LoRA(source=str(adapters))
+            source = stored_adapters(str(adapters)).base_model_name_or_path or ""
         folder = locate(source)
         if isinstance(folder, str) or folder.is_dir():
             _refuse_other_models(source, folder, trusted=trusted)
-        spec = CausalLM(source=source, dtype=dtype or "auto", trust_remote_code=trusted)  # type: ignore[arg-type]
-        return TrainedPolicy(load_policy(spec, None, None), source)
+        spec = CausalLM(
+            source=source,
+            dtype=dtype or "auto",  # type: ignore[arg-type]
+            trust_remote_code=trusted,
+            lora=lora,
+        )
+        return TrainedPolicy(load_policy(spec, None, None), named)
 
 
 def _refuse_other_models(source: str, folder: Path | str, *, trusted: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 ITEMS = {
     "weights": "which weights sampled the tokens",
@@ -16,6 +16,7 @@ ITEMS = {
     "loss": "is the loss divided by the count of the whole batch",
 }
 """The questions, in the order of reports."""
+Verdict: TypeAlias = Literal["sound", "fault", "unknown"]
 
 
 class Answer(NamedTuple):
@@ -23,7 +24,7 @@ class Answer(NamedTuple):
 
     item: str
     """A key of `ITEMS`."""
-    verdict: Literal["sound", "fault", "unknown"]
+    verdict: Verdict
     text: str
     """The conclusion and its figures, in a sentence or two."""
     figures: Mapping[str, Any] = {}

@@ -39,7 +39,9 @@ class Batch(NamedTuple):
     seen: Tensor
     """`[B, T]` bool: the tokens whose advantage was recorded."""
     noise: float
-    """Rounding error of a log-probability, in nats."""
+    """Rounding error of a KL estimate, in nats."""
+    written: float
+    """Rounding error of the recorded advantages."""
 
 
 Formula = Callable[[EstimatorInputs], Tensor]
@@ -59,10 +61,9 @@ def _over_deviation(inputs: EstimatorInputs, *, whole: bool, eps: float) -> Tens
     return spread_over_tokens((groups / (deviation + eps)).flatten(), inputs)
 
 
-def _plain(inputs: EstimatorInputs, *, z_score: bool) -> Tensor:
-    """Take the score as it is, or its z-score over the batch."""
+def _batch_z_score(inputs: EstimatorInputs) -> Tensor:
     rewards, known = penalized_scores(inputs).nan_to_num(0.0), ~inputs.scores.isnan()
-    return spread_over_tokens(standardize(rewards, known, eps=1e-8) if z_score else rewards, inputs)
+    return spread_over_tokens(standardize(rewards, known, eps=1e-8), inputs)
 
 
 def _other_groups(inputs: EstimatorInputs) -> Tensor:
@@ -95,8 +96,7 @@ FORMULAS: dict[str, Formula] = {
     "group mean and the deviation of the batch (TRL: scale_rewards='batch')": partial(
         _over_deviation, whole=True, eps=1e-4
     ),
-    "z-score over the batch": partial(_plain, z_score=True),
-    "the plain score, without a baseline": partial(_plain, z_score=False),
+    "z-score over the batch": _batch_z_score,
     "leave-one-out over the rows of other groups": _other_groups,
 }
 """Advantages by name: those of lrlhf, and what else libraries compute."""
@@ -122,9 +122,18 @@ def batches(
     for _, groups in sorted(steps.items()):
         size = max([2, *map(len, groups.values())])
         filled = [row for own in groups.values() for row in own + [padding] * (size - len(own))]
-        columns = zip(*(_columns(row, form or "k1") for row in filled), strict=True)
-        mask, advantages, kl = (pad_sequence(list(each), batch_first=True) for each in columns)
-        if not advantages.isfinite().any():
+        masks, advantages, kls, kl_errors = zip(
+            *(_columns(row, form or "k1") for row in filled), strict=True
+        )
+        errors = [
+            row.written_error("advantages", own)
+            for row, own in zip(filled, advantages, strict=True)
+            if len(own)
+        ]
+        mask, recorded, kl = (
+            pad_sequence([*each], batch_first=True) for each in (masks, advantages, kls)
+        )
+        if not recorded.isfinite().any():
             continue
         inputs = EstimatorInputs(
             scores=torch.tensor([row.score for row in filled], dtype=torch.float64),
@@ -134,28 +143,34 @@ def batches(
             kl_coef=kl_coef,
             baseline_mask=torch.ones(len(filled), dtype=torch.bool),
         )
-        seen = mask & advantages.isfinite()
-        yield Batch(filled, inputs, advantages.nan_to_num(0.0), seen, noise + 2 * _FLOAT32)
+        seen = mask & recorded.isfinite()
+        yield Batch(
+            *(filled, inputs, recorded.nan_to_num(0.0), seen),
+            *(noise + max(kl_errors) + 2 * _FLOAT32, max(errors)),
+        )
 
 
-def _columns(row: Row, form: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mask, advantages (NaN: not recorded, or not trained on) and KL of a response."""
+def _columns(row: Row, form: str) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Return mask, advantages (NaN: not recorded, or not trained on), KL, and the KL's error."""
     if row.ids is None:  # one token stands for all
         advantage = torch.tensor([row.advantage], dtype=torch.float64)
-        return torch.ones(1, dtype=torch.bool), advantage, torch.zeros_like(advantage)
+        return torch.ones(1, dtype=torch.bool), advantage, torch.zeros_like(advantage), 0.0
     own = row.response if row.written is None else row.written
     missing = torch.full((len(row.ids),), math.nan, dtype=torch.float64)
     advantages = row.tokens.get("advantages", missing)
     if row.loss_mask is not None:
         advantages = torch.where(row.loss_mask, advantages, math.nan)
-    kl = missing
-    if row.policy is not None and "ref" in row.tokens:
-        kl = kl_estimate(row.policy, row.tokens["ref"], estimator=form)
-    return torch.ones(int(own.sum()), dtype=torch.bool), advantages[own], kl[own].nan_to_num(0.0)
+    kl, error = missing, 0.0
+    if {row.policy, "ref"} <= row.tokens.keys():
+        policy, ref = row.tokens[row.policy], row.tokens["ref"]
+        kl = kl_estimate(policy, ref, estimator=form)
+        error = row.written_error(row.policy, policy) + row.written_error("ref", ref)
+    mask = torch.ones(int(own.sum()), dtype=torch.bool)
+    return mask, advantages[own], kl[own].nan_to_num(0.0), error
 
 
 def _misses(formula: Formula, batch: Batch) -> list[str]:
-    """Return the rows that differ from a formula by more than rounding to float32 explains."""
+    """Return the rows that differ from a formula by more than rounding explains."""
     exact, inputs = formula(batch.inputs), batch.inputs
     moved = torch.zeros_like(exact)
     size = float(inputs.scores.abs().nan_to_num(0.0).max()) * _FLOAT32 / 2
@@ -168,7 +183,7 @@ def _misses(formula: Formula, batch: Batch) -> list[str]:
         near = inputs._replace(scores=inputs.scores + size * up, kl=inputs.kl + batch.noise * by)
         moved = torch.maximum(moved, (formula(near) - exact).abs())
     written = _FLOAT32 / 2 * exact.abs().clamp(min=1e-3) + 1e-5 * exact.abs()
-    tolerance = _SAFETY * (moved + written).amax(dim=1, keepdim=True)
+    tolerance = batch.written + _SAFETY * (moved + written).amax(dim=1, keepdim=True)
     off = (((exact - batch.advantages).abs() > tolerance) & batch.seen).any(dim=1)
     return [row.place for row, flag in zip(batch.rows, off.tolist(), strict=True) if flag]
 
@@ -183,15 +198,17 @@ def check_advantages(
         algorithm: A key of `FORMULAS`; None: it is looked for.
         penalized: Whether the KL penalty is part of the scores.
     """
-    if not found:
-        return [Answer("advantages", "unknown", "the file has no advantages")]
+
+    def unknown(text: str) -> Answer:
+        return Answer("advantages", "unknown", text)
+
     rows = [row for batch in found for row in batch.rows if row.place]
     scored = [row for row in rows if not math.isnan(row.score)]
     if not scored:
-        return [Answer("advantages", "unknown", "the file has advantages and no scores")]
+        return [unknown(f"the file has {'advantages and no scores' if rows else 'no advantages'}")]
     if penalized and found[0].inputs.kl_coef and any("ref" not in row.tokens for row in rows):
         text = "the KL penalty needs reference log-probabilities: record them, or name --reference"
-        return [Answer("advantages", "unknown", text)]
+        return [unknown(text)]
     answers = _check_scores(scored)
     total = sum(int(batch.seen.any(dim=1).sum()) for batch in found)
     share = f"the advantages of {total:,} of {len(rows):,} responses"
@@ -210,11 +227,14 @@ def check_advantages(
         for name, formula in FORMULAS.items()
         if not any(_misses(formula, batch) for batch in these)
     ]
+    if not fits and all(len(b.rows) == 2 * sum(bool(r.place) for r in b.rows) for b in found):
+        # each group of one was filled up to two
+        text = "no two responses have the same group, or the same prompt: record the group"
+        return [*answers, unknown(text)]
     if algorithm is None:
         text = f"{share} are those of {', '.join(fits)}"
-        if not fits:
-            return [*answers, Answer("advantages", "unknown", "no formula that is known fits them")]
-        return [*answers, Answer("advantages", "sound", text)]
+        none = unknown("no formula that is known fits them")
+        return [*answers, Answer("advantages", "sound", text) if fits else none]
     fits.sort(key=lambda name: not name.startswith(algorithm))
     seen = f"{fits[0]} fits all" if fits else _multiple(used, algorithm)
     text = f"{len(wrong):,} of {total:,} advantages are not those of {algorithm}; {seen}"
@@ -236,10 +256,9 @@ def _check_scores(rows: Sequence[Row]) -> list[Answer]:
     """Check that the score of a response is the weighted sum of its rewards."""
     wrong, known = [], [row for row in rows if row.parts]
     for row in known:
-        values = [value * row.weights.get(name, 1.0) for name, value in row.parts.items()]
-        values = [value for value in values if not math.isnan(value)]
+        values = [v * row.weights.get(n, 1.0) for n, v in row.parts.items() if not math.isnan(v)]
         bound = 1e-4 * max([1e-3, abs(row.score), *map(abs, values)])
-        if abs(sum(values) - row.score) > bound:
+        if abs(row.sum_of_parts - row.score) > bound:
             wrong.append(row.place)
     if not wrong:
         return []
@@ -259,35 +278,31 @@ KL_FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 def check_kl(rows: Sequence[Row], form: str | None) -> list[Answer]:
     """Compare recorded KL estimates with the form that is named; None: it is looked for."""
-    known = {
-        row.place: (
-            row.written & row.tokens["kl"].isfinite() & row.policy.isfinite(),
-            *(row.tokens["kl"], row.policy, row.tokens["ref"]),
-        )
-        for row in rows
-        if row.written is not None and row.policy is not None and {"kl", "ref"} <= {*row.tokens}
-    }
-    if not known:
+    wrong, count = {name: list[str]() for name in KL_FORMS}, 0
+    for row in rows:
+        if row.written is None or not {"kl", row.policy, "ref"} <= row.tokens.keys():
+            continue
+        kl, policy, ref = (row.tokens[name] for name in ("kl", row.policy, "ref"))
+        keep = row.written & kl.isfinite() & policy.isfinite()
+        keep &= True if row.loss_mask is None else row.loss_mask  # else a mask may have made it 0
+        error = row.written_error(row.policy, policy) + row.written_error("ref", ref)
+        count += 1
+        for name, estimate in KL_FORMS.items():
+            value = estimate(policy, ref)
+            moved = [(estimate(policy + by, ref) - value).abs() for by in (error, -error)]
+            bound = _SAFETY * (torch.maximum(*moved) + _FLOAT32 * (1 + value.abs()))
+            off = (kl - value).abs() > bound + row.written_error("kl", kl)
+            if off[keep].any():
+                wrong[name].append(row.place)
+    if not count:
         text = "the file has no KL beside log-probabilities of both models"
         return [Answer("kl", "unknown", text)]
-
-    wrong = {name: list[str]() for name in KL_FORMS}
-    for name, estimate in KL_FORMS.items():
-        for place, (keep, kl, policy, ref) in known.items():
-            value = estimate(policy, ref)
-            # of log-probabilities in float32, and of what cancels in k3
-            bound = _SAFETY * _FLOAT32 * (1 + policy.abs() + ref.abs()) * (1 + value.abs())
-            if ((kl - value).abs() > bound)[keep].any():
-                wrong[name].append(place)
     fits = next((name for name, places in wrong.items() if not places), None)
-    seen = f"{fits} fits" if fits else "no form that is known fits"
-    share = f"of {len(known):,} responses"
+    seen, share = f"{fits or 'no form that is known'} fits", f"of {count:,} responses"
     if form is None:
         return [Answer("kl", "sound" if fits else "unknown", f"{share} {seen}")]
-    if not wrong[form]:
-        return [Answer("kl", "sound", f"the KL {share} is {form}")]
-    text = f"the KL of {len(wrong[form]):,} {share} is not {form}; {seen}"
-    return [Answer("kl", "fault", text, {}, wrong[form])]
+    faults = {f"the KL is not {form}; {seen}": wrong[form]} if wrong[form] else {}
+    return faults_or(Answer("kl", "sound", f"the KL {share} is {form}"), faults, count)
 
 
 def check_loss(rows: Sequence[Row], average: str | None) -> list[Answer]:
@@ -297,22 +312,17 @@ def check_loss(rows: Sequence[Row], average: str | None) -> list[Answer]:
         rows: With the loss of each token, the micro-batch, and the loss of the step.
         average: ``token_mean`` or ``sequence_mean``; None: either is sound.
     """
-    steps: dict[int, list[Row]] = defaultdict(list)
+    steps: dict[int, list[tuple[Row, Tensor]]] = defaultdict(list)
     for row in rows:
         if row.written is not None and "losses" in row.tokens and not math.isnan(row.step_loss):
-            steps[row.step].append(row)
-    if not steps:
-        text = "the file has no losses of tokens beside that of their step"
-        return [Answer("loss", "unknown", text)]
+            own = row.written if row.loss_mask is None else row.written & row.loss_mask
+            steps[row.step].append((row, own))
     wrong: dict[str, list[str]] = defaultdict(list)
     for step, members in steps.items():
-        own = [r.written if r.loss_mask is None else r.written & r.loss_mask for r in members]  # type: ignore[operator]
-        losses = pad_sequence(
-            [r.tokens["losses"].nan_to_num(0.0) for r in members], batch_first=True
-        )
-        mask = pad_sequence(own, batch_first=True)  # type: ignore[arg-type]
-        micro = torch.tensor([row.micro_batch or 0 for row in members])
-        named, forms = members[0].step_loss, dict[str, float]()
+        columns = [(row.tokens["losses"].nan_to_num(0.0), own) for row, own in members]
+        losses, mask = (pad_sequence([*c], batch_first=True) for c in zip(*columns, strict=True))
+        micro = torch.tensor([row.micro_batch for row, _ in members])
+        named, forms = members[0][0].step_loss, dict[str, float]()
         for mode in ("token_mean", "sequence_mean"):
             forms[f"the {mode} over the step"] = float(aggregate(losses, mask, mode=mode))
             parts = [
@@ -327,5 +337,8 @@ def check_loss(rows: Sequence[Row], average: str | None) -> list[Answer]:
         if not {f"the {mode} over the step" for mode in modes} & {*fits}:
             text = fits[0] if fits else "no average that is known"
             wrong[f"the loss of steps is {text}"].append(f"step {step}")
+    if not steps:
+        text = "the file has no losses of tokens beside that of their step"
+        return [Answer("loss", "unknown", text)]
     text = f"the loss of {len(steps):,} steps is the average of all tokens"
     return faults_or(Answer("loss", "sound", text), wrong, len(steps))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from lrlhf.datamodules.loading.files import is_data_file, read_rows_of_file
 from lrlhf.datamodules.rows.bad_rows import BadDataError, BadRow
 from lrlhf.guard.dump import read_dump
 from lrlhf.rollout.storage import load_rollout, rollout_files
-from lrlhf.types import Experience, Rollout
+from lrlhf.types import Experience, Media, Rollout
 
 COLUMNS: dict[str, tuple[str, ...]] = {
     "ids": ("token_ids", "input_ids", "sequences"),
@@ -44,7 +45,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "versions": ("versions", "token_versions"),
     "score": ("score", "scores", "reward", "rewards"),
     "token_scores": ("token_level_scores",),
-    "parts": ("rewards", "reward_parts"),
+    "parts": ("rewards", "scores", "reward_parts"),
     "weights": ("reward_weights", "weights"),
     "group": ("group", "group_id", "group_ids", "uid", "index", "example_id"),
     "step": ("step", "export_step", "global_step"),
@@ -59,11 +60,15 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "conversation": ("conversation", "trajectory_id", "rollout_id"),
     "micro_batch": ("micro_batch", "micro_step"),
     "step_loss": ("step_loss",),
+    "prompt_length": ("prompt_length",),
 }
 """Columns by the names that plain files, TRL, verl, OpenRLHF and prime-rl have for them."""
-PER_TOKEN = ("sampling", "old", "ref", "kl", "advantages", "losses", "versions")
+_KNOWN = {name for names in COLUMNS.values() for name in names}
+_MEASURED = ("sampling", "old", "ref", "kl", "advantages")
 _OPTIONS = ("temperature", "top_p", "top_k", "min_p")
 _EXPECTED = {".safetensors", ".jsonl", ".json", ".parquet", ".pt", ".gz", ".zst"}
+_DISTINCT = 16
+"""Numbers that show by themselves how a column was rounded."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,8 +85,13 @@ class Row:
     """`[T]` bool: the tokens that were trained on."""
     sampled: Tensor | None = None
     """`[T]` bool: the tokens that the policy wrote, where that is recorded by itself."""
+    written: Tensor | None = None
+    """The same, or what follows from other columns, see `lrlhf.apps.verify.token_checks`."""
     tokens: dict[str, Tensor] = field(default_factory=dict)
-    """`[T]` float64 each, by the names of `PER_TOKEN`."""
+    """`[T]` float64 each: ``sampling``, ``old`` and ``ref`` log-probabilities, ``kl``,
+    ``advantages``, ``losses``, ``versions``."""
+    rounding: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """By column, the absolute and the relative error that its numbers were written with."""
     score: float = math.nan
     parts: dict[str, float] = field(default_factory=dict)
     """Rewards by name."""
@@ -97,19 +107,16 @@ class Row:
     """Text or messages."""
     completion: Any = None
     conversation: Hashable = None
-    micro_batch: int | None = None
+    micro_batch: int = 0
     step_loss: float = math.nan
-    digits: int = 16
-    """Significant digits that log-probabilities were written with."""
+    media: Media | None = None
     flaws: list[str] = field(default_factory=list)
-    """Columns that do not have an entry for each token."""
-    written: Tensor | None = None
-    """`[T]` bool: the tokens that the policy wrote, see `lrlhf.apps.verify.token_checks`."""
+    """What is wrong with columns per token."""
 
     @property
-    def policy(self) -> Tensor | None:
-        """`[T]`: log-probabilities of the policy, the trainer's if there are any."""
-        return self.tokens.get("old", self.tokens.get("sampling"))
+    def policy(self) -> str:
+        """The column of the policy's log-probabilities, the trainer's if there are any."""
+        return "old" if "old" in self.tokens else "sampling"
 
     @property
     def response(self) -> Tensor:
@@ -117,13 +124,39 @@ class Row:
         assert self.ids is not None, "of rows with token ids"
         return torch.arange(len(self.ids)) >= self.start
 
+    @property
+    def sum_of_parts(self) -> float:
+        """The weighted sum of the rewards; NaN counts nothing."""
+        parts = ((self.weights.get(name, 1.0), value) for name, value in self.parts.items())
+        return math.fsum(weight * value for weight, value in parts if not math.isnan(value))
+
+    def written_error(self, name: str, values: Tensor) -> float:
+        """Return the error that numbers of a column were written with, that of float32 at least."""
+        size = float(values.abs().nan_to_num(0.0, posinf=0.0).amax().clamp(min=1.0))
+        absolute, relative = self.rounding.get(name, (0.0, 0.0))
+        return max(absolute, size * max(relative, 2.0**-23))
+
 
 class Padding(NamedTuple):
     """What tensors are padded with."""
 
     token: int | None = None
-    ends: bool = False
-    """Whether the same token ends responses."""
+    ends: frozenset[int] = frozenset()
+    """Tokens that end responses."""
+
+    def flags(self, ids: Sequence[int], *, left: bool = False) -> list[bool]:
+        """Tell which ids are no padding.
+
+        Where the padding token ends responses too, the first one behind a response that nothing
+        else ended is its end: one that was cut off is as long as any, and has no padding.
+        """
+        order = list(ids) if left else list(ids)[::-1]
+        count = next((at for at, token in enumerate(order) if token != self.token), len(order))
+        ended = count < len(order) and order[count] in self.ends
+        if not left and count and self.token in self.ends and not ended:
+            count -= 1
+        flags = [at >= count for at in range(len(order))]
+        return flags if left else flags[::-1]
 
 
 def read_rollouts(path: Path, padding: Padding | None = None) -> list[Row]:
@@ -134,7 +167,7 @@ def read_rollouts(path: Path, padding: Padding | None = None) -> list[Row]:
         padding: Of tensors whose masks do not tell it; None: there is none.
 
     Raises:
-        ValueError: There is none, or one of them cannot be read; names it.
+        ValueError: There is none, or one of them cannot be read; names file and row.
     """
     padding = padding or Padding()
     if (path / "anomaly.json").is_file():
@@ -160,100 +193,149 @@ def _files(path: Path) -> list[Path]:
             f"{path} has no rollouts: no {', '.join(sorted(_EXPECTED))} lies in it; give the file "
             "or the folder that the trainer wrote them to"
         )
-    # step 10 stands behind step 9
+    # step 10 comes after step 9
     return sorted(
         found,
         key=lambda file: [(int(n or 0), t) for t, n in re.findall(r"(\D*)(\d*)", str(file))],
     )
 
 
-def _of_file(path: Path, padding: Padding) -> Iterator[Row]:
+def _of_file(path: Path, padding: Padding) -> list[Row]:
     if path.suffix == ".safetensors":
         stored = load_rollout(path)
-        own = rows_of_batch(stored.rollout, path.name)
-        for row, *line in zip(own, stored.records, stored.scores.tolist(), strict=True):
-            yield _with_record(row, *line)
-        return
+        return [*rows_of_batch(stored.rollout, path.name, stored.records, stored.scores)]
     rows: Iterable[Any]
     if path.suffix == ".pt":
-        rows = _of_tensors(torch.load(path, map_location="cpu", weights_only=True), path)
+        rows = (row for columns in _tensors(path) for row in _rows_of_tensors(columns))
     elif is_data_file(path):
         rows = read_rows_of_file(path)
     else:
         raise ValueError(f"{path}: rollouts are read from {', '.join(sorted(_EXPECTED))}")
-    # verl writes a file for each step, named after it
-    step = int(digits[-1]) if (digits := re.findall(r"\d+", path.stem)) else 0
+    # trainers write a file for each step, or a folder with a file for each rank
+    digits = re.findall(r"step\D?(\d+)", str(path)) or re.findall(r"\d+", path.stem)
+    made, step = [], int(digits[-1]) if digits else 0
     try:
         for number, record in enumerate(rows, start=1):
             if isinstance(record, BadRow):
-                raise ValueError(f"{path}:{number}: {record}")
-            yield _of_record(record, f"{path.name}:{number}", padding, step)
+                raise ValueError(str(record))
+            made.append(_of_record(record, f"{path.name}:{number}", padding, step))
     except BadDataError as error:
         raise ValueError(str(error)) from error
+    except ValueError as error:
+        raise ValueError(f"{path}:{len(made) + 1}: {error}") from error
+    columns = {name: [r.tokens[name] for r in made if name in r.tokens] for name in _MEASURED}
+    columns["advantages"].append(torch.tensor([row.advantage for row in made]).double())
+    rounding = {name: _rounding(torch.cat(held)) for name, held in columns.items() if held}
+    for row in made:
+        row.rounding = rounding
+    return made
 
 
-def rows_of_batch(rollout: Rollout, name: str) -> Iterator[Row]:
-    """Return the rows of a rollout or an experience of lrlhf, numbered from 1."""
+def _rounding(values: Tensor) -> tuple[float, float]:
+    """Return the absolute and the relative rounding error that numbers show, 0 where they do not.
+
+    They may all be numbers of a 16-bit type, or have so many decimals, or significant digits.
+    """
+    values = torch.unique(values[values.isfinite() & (values != 0)].abs())
+    if len(values) < _DISTINCT:
+        return 0.0, 0.0
+    for dtype, error in ((torch.bfloat16, 2.0**-9), (torch.float16, 2.0**-12)):
+        if torch.equal(values.to(dtype).double(), values):
+            return 0.0, error
+
+    def fewest(exponents: Tensor | float) -> float:
+        for count in range(8):
+            scaled = values * 10.0 ** (count - exponents)
+            if bool(((scaled - scaled.round()).abs() < 1e-6).all()):
+                return 0.5 * 10.0**-count
+        return 0.0
+
+    return fewest(0.0), fewest(values.log10().floor())
+
+
+def rows_of_batch(
+    rollout: Rollout,
+    name: str,
+    records: Sequence[Mapping[str, Any]] = (),
+    scores: Tensor | None = None,
+) -> Iterator[Row]:
+    """Return the rows of a rollout or an experience of lrlhf, numbered from 1.
+
+    Args:
+        rollout: A batch.
+        name: What the places begin with.
+        records: The lines of stored responses; empty: there are none.
+        scores: `[B]`; None: those of an experience.
+    """
     held = rollout if isinstance(rollout, Experience) else None
     columns = {
-        "sampling": rollout.sampling_logprobs,
+        "token_ids": rollout.input_ids,
+        "attention_mask": rollout.attention_mask,
+        "loss_mask": held.loss_mask if held else rollout.response_mask,
+        "sampled": rollout.response_mask if held else None,
+        # what top-p and the like cut off is no part of the ratio
+        "sampling_logprobs": torch.where(rollout.response_mask, rollout.engine_logprobs, 0.0),
         "versions": rollout.versions,
-        "old": held.old_logprobs if held else None,
-        "ref": held.ref_logprobs if held else None,
+        "old_logprobs": held.old_logprobs if held else None,
+        "ref_logprobs": held.ref_logprobs if held else None,
         "advantages": held.advantages if held else None,
+        "score": held.scores if held else scores,
+        "truncated": rollout.truncated,
+        "prompt_length": rollout.prompt_lengths,
     }
+    named = ("step", "rewards", "weights", "messages", "prompt", "advantage", *_OPTIONS)
     for index in range(len(rollout)):
-        there = rollout.attention_mask[index].cpu()
-        mask = rollout.response_mask[index].cpu()[there]
-        lengths = rollout.prompt_lengths
-        first = int(mask.int().argmax()) if mask.any() else len(mask)
-        yield Row(
-            place=f"{name}:{index + 1}",
-            ids=rollout.input_ids[index].cpu()[there],
-            start=first if lengths is None else int(lengths[index]),
-            loss_mask=held.loss_mask[index].cpu()[there] if held else mask,
-            sampled=mask if held else None,
-            tokens={
-                name: column[index].detach().cpu()[there].double()
-                for name, column in columns.items()
-                if column is not None
-            },
-            score=float(held.scores[index]) if held else math.nan,
-            group=(name, int(rollout.group_ids[index])),
-            truncated=bool(rollout.truncated[index]),
-        )
+        line = records[index] if records else {}
+        record: dict[str, Any] = {}
+        record |= {key: c[index].tolist() for key, c in columns.items() if c is not None}
+        record |= {key: line[key] for key in named if key in line}
+        record["group"] = (name, int(rollout.group_ids[index]))
+        mask = rollout.response_mask[index].cpu()
+        record.setdefault("prompt_length", int(mask.int().argmax()) if mask.any() else len(mask))
+        if "given_tokens" in line:
+            record["sampled"] = [True] * len(mask)
+            for start, end in line["given_tokens"]:
+                begin, count = record["prompt_length"] + start, end - start
+                record["sampled"][begin : begin + count] = [False] * count
+        row = _of_record(record, f"{name}:{index + 1}", Padding(), 0)
+        row.media = None if rollout.media is None else rollout.media[index]
+        yield row
 
 
-def _with_record(row: Row, record: Mapping[str, Any], score: float) -> Row:
-    """Add what the line of a stored response says; its advantage is that of the first token."""
-    assert row.loss_mask is not None, "of stored tensors"
-    advantage = record.get("advantage")
-    if advantage is not None:
-        row.tokens["advantages"] = torch.where(row.loss_mask, float(advantage), 0.0).double()
-    row.score, row.step, row.options = score, int(record.get("step", 0)), _options(record)
-    row.parts, row.weights = _numbers(record.get("rewards")), _numbers(record.get("weights"))
-    row.prompt = record.get("messages", record.get("prompt"))
-    if "given_tokens" in record:
-        row.sampled = row.response.clone()
-        for start, end in record["given_tokens"]:
-            row.sampled[row.start + start : row.start + end] = False
-    return row
-
-
-def _of_tensors(value: Any, path: Path) -> Iterator[dict[str, Any]]:
-    """Return the rows of a dict of tensors ``[B, …]`` and lists, or of a list of such dicts."""
+def _tensors(path: Path) -> list[dict[str, Any]]:
+    """Read a dict of tensors ``[B, …]`` and lists, or a list of such dicts."""
+    try:
+        value = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, IndexError, KeyError) as error:
+        raise ValueError(
+            f"{path} is damaged, or holds more than tensors, lists, numbers and texts: save a dict "
+            "of those with torch.save"
+        ) from error
     parts = value if isinstance(value, list | tuple) else [value]
     if not all(isinstance(part, Mapping) for part in parts):
         raise ValueError(f"{path} holds no dict of tensors; save dict(batch) or vars(experience)")
-    for part in parts:
-        sized = {
-            str(name): column.tolist() if isinstance(column, Tensor) else list(column)
+    made = [
+        {
+            name: column
             for name, column in part.items()
-            if (isinstance(column, Tensor) and column.dim()) or isinstance(column, list | tuple)
+            if name in _KNOWN
+            and (column.dim() if isinstance(column, Tensor) else isinstance(column, list | tuple))
         }
-        count = max(map(len, sized.values()), default=0)
-        for index in range(count):
-            yield {name: c[index] for name, c in sized.items() if len(c) == count}
+        for part in parts
+    ]
+    for columns in made:
+        sizes = {name: len(column) for name, column in columns.items()}
+        if len({*sizes.values()}) > 1:
+            raise ValueError(f"{path} has columns with different numbers of rows: {sizes}")
+    return made
+
+
+def _rows_of_tensors(columns: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for values in zip(*columns.values(), strict=True):
+        yield {
+            name: value.tolist() if isinstance(value, Tensor) else value
+            for name, value in zip(columns, values, strict=True)
+        }
 
 
 def _of_record(record: Mapping[str, Any], place: str, padding: Padding, step: int) -> Row:
@@ -261,150 +343,122 @@ def _of_record(record: Mapping[str, Any], place: str, padding: Padding, step: in
         values = (record[key] for key in COLUMNS[name] if record.get(key) is not None)
         return next((value for value in values if not kinds or isinstance(value, kinds)), None)
 
-    reason, micro, loss = (get(name) for name in ("finish_reason", "micro_batch", "step_loss"))
-    own_step, flag = get("step", int, float), get("truncated")
+    score, parts = get("score", int, float, list), _numbers(get("parts", Mapping))
+    if not parts and score is None:  # TRL's tables have a column for each reward function
+        own = {k: v for k, v in record.items() if k.endswith(("_reward", "_func", "_rewards"))}
+        parts = _numbers(own)
+    own_step, flag, weights = get("step", int, float), get("truncated", int), get("weights")
+    conversation = get("conversation", Hashable)
     row = Row(
         place=place,
         step=step if own_step is None else int(own_step),
-        # TRL's tables have a column for each reward function
-        parts=_numbers(get("parts", Mapping))
-        or {
-            key: float(value)
-            for key, value in record.items()
-            if isinstance(value, int | float) and key.endswith(("_reward", "_func", "_rewards"))
-        },
-        weights=_numbers(get("weights")),
+        parts=parts,
+        weights=_numbers(weights),
         prompt=get("prompt"),
         completion=get("completion"),
         group=get("group", Hashable),
-        conversation=get("conversation", Hashable),
         truncated=None if flag is None else bool(flag),
-        options=_options({name: get(name) for name in _OPTIONS}),
-        micro_batch=None if micro is None else int(micro),
-        step_loss=math.nan if loss is None else float(loss),
+        micro_batch=int(_number(get("micro_batch") or 0, "micro_batch")),
+        step_loss=_number(get("step_loss"), "step_loss"),
     )
-    if row.truncated is None and reason is not None:
+    for name in _OPTIONS:  # prime-rl has one per token
+        option = get(name)
+        if isinstance(option, list) and len({*option}) == 1:
+            option = option[0]
+        if isinstance(option, int | float):
+            row.options[name] = float(option)
+    row.conversation = None if conversation is None else (row.step, conversation)
+    if row.truncated is None and (reason := get("finish_reason")) is not None:
         row.truncated = str(reason).lower() in {"length", "max_tokens", "truncated"}
-    score = get("score", int, float, list)
-    if isinstance(score, list):  # prime-rl repeats it for each token
-        score = next((value for value in reversed(score) if value is not None), None)
-    if score is None and (tokens := get("token_scores", list)) is not None:
-        score = sum(tokens)
-    if score is None:
-        score = sum(row.parts.values()) if row.parts else math.nan
-    row.score = float(score)
-    _read_ids(row, record, get, padding)
+    if isinstance(score, list) and score and score.count(score[0]) == len(score):
+        score = score[0]  # prime-rl repeats it for each token
+    elif score is None or isinstance(score, list):
+        score = score or get("token_scores", list)
+        score = score and math.fsum(_number(value or 0.0, "score") for value in score)
+    row.score = row.sum_of_parts if score is None and parts else _number(score, "score")
+    _read_ids(row, get, padding)
+    if row.loss_mask is not None and row.sampled is not None and "completion_mask" in record:
+        row.loss_mask &= row.sampled  # TRL multiplies the two
     return row
 
 
-def _read_ids(  # noqa: C901  the layouts of six libraries
-    row: Row, record: Mapping[str, Any], get: Any, padding: Padding
-) -> None:
+def _read_ids(row: Row, get: Any, padding: Padding) -> None:  # noqa: C901  likewise
     """Read token ids and what is recorded for each of them; padding is left out."""
     ids, prompt, completion = (get(name) for name in ("ids", "prompt_ids", "completion_ids"))
-    given, advantage = get("attention_mask"), get("advantages")
-    number = float(advantage) if isinstance(advantage, int | float) else math.nan
-    if not _is_ids(ids) and not (_is_ids(prompt) and _is_ids(completion)):
-        row.advantage = number
+    attended, advantage, mask = (get(n) for n in ("attention_mask", "advantages", "loss_mask"))
+    split = _is_ids(prompt) and _is_ids(completion)
+    if not split and not _is_ids(ids):
+        row.advantage = advantage if isinstance(advantage, int | float) else math.nan
         return
-    if _is_ids(prompt) and _is_ids(completion):
-        shown = get("prompt_mask")
-        if shown is None and given is not None and len(given) == len(prompt) + len(completion):
-            shown = given[: len(prompt)]
-        shown = shown if shown and not all(shown) else _unpadded(prompt, padding, left=True)
-        kept = [*map(bool, shown), *_unpadded(completion, padding)]
+    if split:
         ids, start = [*prompt, *completion], len(prompt)
+        if attended is None or len(attended) != len(ids):
+            shown = get("prompt_mask")
+            shown = shown if shown and not all(shown) else padding.flags(prompt, left=True)
+            attended = [*shown, *padding.flags(completion)]
     else:
-        kept = [*map(bool, given)] if given else _unpadded(ids, padding)
-        start = _first(record, get("loss_mask"), len(ids))
-    there = torch.tensor(kept)
+        attended = attended or padding.flags(ids)
+        start = get("prompt_length", int)
+        if start is None:
+            start = len(ids) - len(mask) if mask else 0
+            if mask and start <= 1:  # of all tokens, or of all but the first
+                start += mask.index(True) if True in mask else len(mask)
+    there = torch.tensor(attended, dtype=torch.bool)
     row.ids = torch.tensor(ids, dtype=torch.int64)[there]
     row.start = int(there[:start].sum())
+    total, alone = len(there), int(there[start:].sum())
+    # a list without padding may come with ids that have it
+    starts = {alone: start, total - 1: 1, total - start: start, total: 0}
 
-    def placed(values: Any, name: str) -> Tensor | None:
+    def placed(name: str) -> Tensor | None:
         """Return `[T]`, of a column for all tokens, the response's, or all but the first."""
+        values = get(name)
         if not isinstance(values, list):
             return None
-        numbers = torch.tensor(
-            [math.nan if value is None else float(value) for value in values], dtype=torch.float64
-        )
-        # a list without padding may stand beside ids that have it
-        total, alone = len(there), int(there[start:].sum())
-        starts = {alone: start, total - 1: 1, total - start: start, total: 0}
-        if (first := starts.get(len(numbers))) is None:
-            row.flaws.append(f"{name} has {len(numbers)} entries for {alone} response tokens")
+        if (first := starts.get(len(values))) is None:
+            size = "longer" if len(values) > alone else "shorter"
+            row.flaws.append(
+                f"ids and {COLUMNS[name][0]} are not of the same tokens: that is {size} than the "
+                "response"
+            )
             return None
         full = torch.full((total,), math.nan, dtype=torch.float64)
-        full[first : first + len(numbers)] = numbers
+        numbers = [_number(value, name) for value in values]
+        full[first : first + len(values)] = torch.tensor(numbers, dtype=torch.float64)
         return full[there]
 
-    for name in PER_TOKEN:
-        if (column := placed(get(name), name)) is not None:
+    for name in (*_MEASURED, "losses", "versions"):
+        if (column := placed(name)) is not None:
             row.tokens[name] = column
-    mask, sampled = placed(get("loss_mask"), "loss_mask"), placed(get("sampled"), "sampled")
+    if isinstance(advantage, int | float):
+        row.tokens["advantages"] = torch.full((len(row.ids),), advantage, dtype=torch.float64)
+    flags, sampled = placed("loss_mask"), placed("sampled")
     row.sampled = None if sampled is None else (sampled == 1) & row.response
-    if mask is not None:
-        row.loss_mask = mask == 1
-        if "completion_mask" in record and sampled is not None:
-            row.loss_mask &= sampled == 1  # TRL multiplies the two
-    if not math.isnan(number):
-        row.tokens["advantages"] = torch.full((len(row.ids),), number, dtype=torch.float64)
-    row.digits = _digits(get("sampling") or get("old") or ())
+    if flags is None:
+        return
+    row.loss_mask = flags == 1
+    trained = row.loss_mask & row.response
+    if "sampling" in row.tokens and not row.tokens["sampling"][trained].isfinite().all():
+        row.flaws.append("sampling_logprobs of trained tokens are NaN or infinite")
 
 
 def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(token, int) for token in value)
 
 
-def _unpadded(ids: Sequence[int], padding: Padding, *, left: bool = False) -> list[bool]:
-    """Tell which ids are no padding.
+def _number(value: Any, name: str) -> float:
+    """Return a number; NaN: there is none.
 
-    Where a response ends with the token that pads, its first padding token is its end: a response
-    that was cut off is as long as any, and has no padding.
+    Raises:
+        ValueError: It is something else.
     """
-    order = list(ids) if left else list(ids)[::-1]
-    count = next((at for at, token in enumerate(order) if token != padding.token), len(order))
-    if not left and padding.ends and count:
-        count -= 1
-    flags = [at >= count for at in range(len(order))]
-    return flags if left else flags[::-1]
-
-
-def _first(record: Mapping[str, Any], mask: Any, length: int) -> int:
-    """Return where the response begins in a row that is one list of ids."""
-    if isinstance(record.get("prompt_length"), int):
-        return int(record["prompt_length"])
-    if not isinstance(mask, list):
-        return 0
-    if len(mask) < length - 1:
-        return length - len(mask)
-    first = next((place for place, flag in enumerate(mask) if flag), len(mask))
-    return first + (length - len(mask))
-
-
-def _digits(values: Iterable[Any]) -> int:
-    """Significant digits of the number that was written with most of them."""
-    texts = [f"{value!r}".partition("e")[0] for value in values if isinstance(value, float)]
-    return max((len(text.strip("-0.").replace(".", "").lstrip("0")) for text in texts), default=16)
-
-
-def _options(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the sampling options that one number stands for; prime-rl has one per token."""
-    found: dict[str, float] = {}
-    for name in _OPTIONS:
-        value = values.get(name)
-        if isinstance(value, list) and len({*value}) == 1:
-            value = value[0]
-        if isinstance(value, int | float):
-            found[name] = float(value)
-    return found
+    if value is not None and not isinstance(value, int | float):
+        raise ValueError(f"{name} holds {value!r:.60}, which is no number")
+    return math.nan if value is None else float(value)
 
 
 def _numbers(value: Any) -> dict[str, float]:
-    if not isinstance(value, Mapping):
-        return {}
-    return {
-        str(name): math.nan if number is None else float(number)
-        for name, number in value.items()
-        if number is None or isinstance(number, int | float)
-    }
+    """Return the entries of an object that are numbers, or null."""
+    entries = value.items() if isinstance(value, Mapping) else ()
+    kept = {str(name): v for name, v in entries if v is None or isinstance(v, int | float)}
+    return {name: _number(v, name) for name, v in kept.items()}

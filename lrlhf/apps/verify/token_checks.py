@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -15,6 +17,8 @@ from lrlhf.apps.verify.answers import Answer, faults_or
 from lrlhf.apps.verify.rollout_rows import Row
 
 _USER, _ASSISTANT = "First question?", "First answer."
+_CERTAIN = -0.01
+"""Log-probability above which rounding may make it 0."""
 
 
 class Template(NamedTuple):
@@ -40,10 +44,9 @@ def read_template(tokenizer: PreTrainedTokenizerBase, end_ids: frozenset[int]) -
     closing, again, _ = behind.partition(_USER)
     if not (found and again):
         return None
-    header = before.rpartition(_USER)[2]
     closing_ids = _encoded(tokenizer, closing)
     ends = [at for at, token in enumerate(closing_ids) if token in end_ids]
-    opening = closing_ids[-1:] and _encoded(tokenizer, header)
+    opening = closing_ids[-1:] and _encoded(tokenizer, before.rpartition(_USER)[2])
     return Template(opening, closing_ids[ends[0] :]) if ends else None
 
 
@@ -51,11 +54,23 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-def expected_mask(row: Row, template: Template | None, end_ids: frozenset[int]) -> Tensor | None:
+def expected_mask(
+    row: Row,
+    template: Template | None,
+    end_ids: frozenset[int],
+    recomputed: Callable[[Row], Tensor] | None = None,
+) -> Tensor | None:
     """Return the tokens that the policy wrote, by whatever the row records of that.
 
     In this order: what the row says of it; tokens with a sampling log-probability; the turns that
     end as the template ends them; else everything behind the prompt, up to the first end.
+
+    Args:
+        row: A response.
+        template: Of the turns; None: there is none.
+        end_ids: Tokens that end a response.
+        recomputed: Computes the log-probabilities of a row: a trained token whose recorded one is 0
+            was written by the policy if it is certain. None: it was.
 
     Returns:
         `[T]` bool; None: the row has no ids, or tokens between turns that nothing tells apart.
@@ -68,9 +83,16 @@ def expected_mask(row: Row, template: Template | None, end_ids: frozenset[int]) 
     recorded = row.tokens.get("sampling")
     if recorded is not None and recorded[row.response].nan_to_num(0.0).any():
         written = recorded.nan_to_num(0.0) != 0
+        if row.loss_mask is not None:
+            written |= row.loss_mask & row.response & ~recorded.isfinite()
         # a token that is certain has 0 as well: between two that were written, or an end behind one
-        certain = (recorded == 0) & row.response & written.roll(1) & (written.roll(-1) | ends)
-        return written | certain
+        zero = (recorded == 0) & row.response
+        written |= zero & written.roll(1) & (written.roll(-1) | ends)
+        doubtful = zero & ~written
+        if row.loss_mask is not None and bool((doubtful := doubtful & row.loss_mask).any()):
+            certain = doubtful if recomputed is None else recomputed(row) > _CERTAIN
+            written |= doubtful & certain
+        return written
     stops = (ends & row.response).nonzero().flatten().tolist()
     if not stops or stops[0] == len(row.ids) - 1:
         return row.response
@@ -94,8 +116,12 @@ def check_masks(rows: Sequence[Row]) -> list[Answer]:
         if row.written is not None and row.loss_mask is not None
     ]
     if not known:
-        lacking = "token ids" if all(row.ids is None for row in rows) else "a loss mask"
-        return [Answer("mask", "unknown", f"the file has no {lacking}")]
+        text = "the file does not record which tokens behind the first end the policy wrote"
+        if all(row.loss_mask is None for row in rows):
+            text = "the file has no loss mask"
+        if all(row.ids is None for row in rows):
+            text = "the file has no token ids"
+        return [Answer("mask", "unknown", text)]
     wrong: dict[str, list[str]] = defaultdict(list)
     for row, mask, written in known:
         # a row that is left out as a whole is the question of truncated responses
@@ -148,38 +174,48 @@ def check_tokens(
     end_ids: frozenset[int],
 ) -> list[Answer]:
     """Look for separators and ends that are missing, and for ids that are not those of the text."""
-    known = [row for row in rows if row.ids is not None]
+    known = [(row, row.ids) for row in rows if row.ids is not None]
     if not known:
         return [Answer("tokens", "unknown", "the file has texts and no token ids")]
     wrong: dict[str, list[str]] = defaultdict(list)
+    before: dict[Hashable, Tensor] = {}
     seams = 0
-    for row in known:
-        assert row.ids is not None, "of known rows"
-        ids = row.ids.tolist()
-        faults = [_prompt_fault(row, ids, tokenizer)]
-        faults += [f"ids and log-probabilities are not of the same tokens ({f})" for f in row.flaws]
+    for row, tensor in known:
+        ids = tensor.tolist()
+        faults = [*row.flaws, _prompt_fault(row, ids, tokenizer)]
         spans = [] if row.written is None else _spans(row.written)
         between = [(stop, begin) for (_, stop), (begin, _) in pairwise(spans)]
         seams += len(between)
         faults += [_seam_fault(ids, *seam, template, end_ids) for seam in between if template]
         if isinstance(row.completion, str) and len(spans) == 1:
-            written = row.ids[slice(*spans[0])]
-            texts = {
-                str(tokenizer.decode(written, skip_special_tokens=skip)).strip()
-                for skip in (True, False)
-            }
-            if row.completion.strip() not in texts and "\ufffd" not in "".join(texts):
-                faults.append("the ids are not those of the recorded text")
+            faults.append(_text_fault(row, tensor[slice(*spans[0])], tokenizer))
+        if row.conversation is not None:
+            earlier = before.get(row.conversation, tensor[:0])
+            if not torch.equal(tensor[: len(earlier)], earlier):
+                faults.append(
+                    "a later turn does not begin with the ids of the turns before: the history was "
+                    "tokenized again"
+                )
+            before[row.conversation] = tensor
         for fault in filter(None, faults):
             wrong[fault].append(row.place)
-    if broken := _broken_histories(known):
-        wrong[
-            "a later turn does not begin with the ids of the turns before: the history was "
-            "tokenized again"
-        ] = broken
     among = f", {seams:,} places between turns among them" if seams else ""
     text = f"the ids of {len(known):,} responses are in order{among}"
     return faults_or(Answer("tokens", "sound", text), wrong, len(known))
+
+
+def _text_fault(row: Row, written: Tensor, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Compare the text of a response, with or without its special tokens, with its ids."""
+    texts = [
+        str(tokenizer.decode(ids, skip_special_tokens=skip)).strip()
+        for ids in (written, written[:-1])  # a text may lack the end alone
+        for skip in (True, False)
+    ]
+    text = row.completion.strip()
+    # a stop string is in the ids and may be missing in the text
+    stopped = row.truncated is False and texts[0].startswith(text)
+    known = text in texts or stopped or "\ufffd" in "".join(texts)
+    return None if known else "the ids are not those of the recorded text"
 
 
 def _prompt_fault(row: Row, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -187,16 +223,29 @@ def _prompt_fault(row: Row, ids: list[int], tokenizer: PreTrainedTokenizerBase) 
         return "the first token of the text is there twice"
     if not isinstance(row.prompt, list) or not tokenizer.chat_template:
         return None
-    options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
-    text = str(tokenizer.apply_chat_template(row.prompt, **options))
-    wanted, have = _encoded(tokenizer, text), ids[: row.start]
-    if wanted == have:
+    try:
+        render = partial(tokenizer.apply_chat_template, row.prompt, tokenize=False)
+        bare, text = (str(render(add_generation_prompt=add)) for add in (False, True))
+    except (TemplateError, TypeError):  # a run may render messages with a template of its own
         return None
-    if str(tokenizer.decode(have)) == text:
+    rendered, have = _encoded(tokenizer, text), ids[: row.start]
+    if rendered == have:
+        return None
+    seen = str(tokenizer.decode(have))
+    if seen == text:
         return "the ids of the prompt are another tokenization of its text"
-    at = next(
-        (n for n, pair in enumerate(zip(wanted, have, strict=False)) if pair[0] != pair[1]), 0
-    )
+    # tools, thinking and dates are options of templates that rows do not record: what the messages
+    # hold is there with them as well, once, and something is behind it
+    rest, options = seen, seen != bare and (have[:1] != have[1:2] or rendered[:1] == rendered[1:2])
+    for message in row.prompt:
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, str):
+            _, there, rest = rest.partition(content.strip())
+            options = options and bool(there or not content.strip())
+    if options:
+        return None
+    pairs = enumerate(zip(rendered, have, strict=False))
+    at = next((n for n, (a, b) in pairs if a != b), min(len(rendered), len(have)))
     return f"the prompt is not what the chat template writes (first at token {at})"
 
 
@@ -204,30 +253,16 @@ def _seam_fault(
     ids: list[int], stop: int, begin: int, template: Template, end_ids: frozenset[int]
 ) -> str | None:
     """Compare the tokens between two turns of the policy with the template's."""
-    between, separator = ids[stop:begin], template.closing[1:]
+    between, separator, size = ids[stop:begin], template.closing[1:], len(template.opening)
+    if template.opening not in [between[at : at + size] for at in range(len(between))]:
+        return None  # such as the output of a tool in the middle of a turn
     if ids[stop - 1] not in end_ids:
-        if not between or between[0] not in end_ids:
+        if between[0] not in end_ids:
             return "a turn has no end before the next one begins"
         between = between[1:]
     if separator and between[:1] != separator[:1]:
         return "the separator behind a turn is missing"
     return None
-
-
-def _broken_histories(rows: Sequence[Row]) -> list[str]:
-    """Return the rows of a conversation that do not go on from the ids of the row before."""
-    turns: dict[Any, list[Row]] = defaultdict(list)
-    for row in rows:
-        if row.conversation is not None:
-            turns[row.conversation].append(row)
-    return [
-        later.place
-        for own in turns.values()
-        for earlier, later in pairwise(own)
-        if earlier.ids is not None
-        and later.ids is not None
-        and not torch.equal(later.ids[: len(earlier.ids)], earlier.ids)
-    ]
 
 
 def check_truncated(
@@ -246,14 +281,15 @@ def check_truncated(
     for row in rows:
         if row.ids is None or row.written is None:
             continue
-        known += 1
         tokens = row.ids[row.written if row.written.any() else row.response].tolist()
-        ended = bool(tokens) and tokens[-1] in end_ids
+        if not tokens:
+            continue
+        known, ended = known + 1, tokens[-1] in end_ids
         if row.truncated is True and ended:
             wrong["responses that end with an end token are marked as truncated"].append(row.place)
         if row.truncated is False and not ended and limit is not None and len(tokens) >= limit:
             wrong["responses that reached the limit are not marked as truncated"].append(row.place)
-        if ended or row.loss_mask is None:
+        if ended or row.truncated is False or row.loss_mask is None:  # a stop string ends one too
             continue
         cut, left_out = cut + 1, not bool(row.loss_mask.any())
         masked += left_out
@@ -261,8 +297,8 @@ def check_truncated(
             seen = "left out of the loss" if left_out else "trained on"
             wrong[f"truncated responses are {seen}, not {treatment}ed"].append(row.place)
     if not known:
-        return [Answer("truncated", "unknown", "the file has no token ids")]
+        return [Answer("truncated", "unknown", "the file has no token ids of responses")]
     seen = f"; {masked:,} of them are left out of the loss" if cut else ""
-    text = f"{cut:,} of {known:,} responses have no end token{seen}"
+    text = f"{cut:,} of {known:,} responses were cut off{seen}"
     figures = {"truncated": cut, "masked": masked}
     return faults_or(Answer("truncated", "sound", text, figures), wrong, known)

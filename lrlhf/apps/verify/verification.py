@@ -7,12 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from lrlhf.apps.lab.run_files import plain_json
 from lrlhf.apps.verify.answers import ITEMS, Answer
 from lrlhf.apps.verify.candidate_weights import Candidate
 from lrlhf.apps.verify.formula_checks import batches, check_advantages, check_kl, check_loss
 from lrlhf.apps.verify.rollout_rows import Row
-from lrlhf.apps.verify.sampling_checks import Evidence, Sampling, check_ratio, check_weights
+from lrlhf.apps.verify.sampling_checks import Evidence, check_ratio, check_weights, sampling_of
 from lrlhf.apps.verify.token_checks import (
     check_masks,
     check_tokens,
@@ -20,9 +22,10 @@ from lrlhf.apps.verify.token_checks import (
     expected_mask,
     read_template,
 )
+from lrlhf.rollout import Sampling
 
 _WIDTH, _PLACES = 100, 3
-_MARKS = {"sound": "ok", "fault": "FAULT", "unknown": "not checked"}
+_MARKS = {"sound": "ok", "fault": "FAULT", "unknown": "unknown"}
 
 
 class Settings(NamedTuple):
@@ -99,17 +102,38 @@ def verify(
         settings: What the run is said to do; None: nothing is named.
 
     Raises:
-        ValueError: There is no candidate, or a row has ids that are not in the vocabulary.
+        ValueError: There is no candidate, none has the name of the reference, or a row has ids that
+            are not in the vocabulary.
     """
     settings = settings or Settings()
     if not candidates:
         raise ValueError("verify needs weights that may have sampled the rows: --weights NAME=PATH")
-    first = candidates[0]
-    end_ids = first.end_ids
+    first, by_name = candidates[0], {each.name: each for each in candidates}
+    if settings.reference not in {None, *by_name}:
+        raise ValueError(
+            f"--reference is {settings.reference}; the weights are {', '.join(by_name)}"
+        )
+    end_ids, sampling = first.end_ids, settings.sampling
     template = read_template(first.tokenizer, end_ids)
-    rows = [replace(row, written=expected_mask(row, template, end_ids)) for row in rows]
-    usable = [row for row in rows if row.written is not None and row.written[1:].any()]
-    chosen = usable[:: -(-len(usable) // settings.most_rows) or 1]
+    readable = [
+        (at, min(each.reads(row) for each in candidates))
+        for at, row in enumerate(rows)
+        if row.ids is not None and row.response[1:].any()
+    ]
+    usable = [at for at, complete in readable if complete]
+    spread = {*usable[:: -(-len(usable) // settings.most_rows) or 1]}
+
+    def recomputed(row: Row) -> Tensor:
+        return first.facts(row, sampling_of(row, sampling).temperature).logprobs
+
+    rows = [
+        replace(
+            row, written=expected_mask(row, template, end_ids, recomputed if at in spread else None)
+        )
+        for at, row in enumerate(rows)
+    ]
+    chosen = [rows[at] for at in sorted(spread)]
+    chosen = [row for row in chosen if row.written is not None and row.written[1:].any()]
     answers = [
         *check_masks(rows),
         *check_tokens(rows, first.tokenizer, template, end_ids),
@@ -117,13 +141,19 @@ def verify(
     ]
     noise = 0.0
     if chosen:
-        evidence = Evidence(chosen, candidates, settings.sampling)
+        evidence = Evidence(chosen, candidates, sampling)
         answers += [*check_weights(evidence), *check_ratio(evidence)]
         if settings.reference is not None:
             noise = evidence.noise
-            rows = _with_reference(rows, evidence, settings.reference)
+            rows = [
+                _with_reference(row, sampling, first, by_name[settings.reference]) for row in rows
+            ]
     else:
-        text = "the file has no token ids; see the page of this command for how to record them"
+        text = "the file does not record which tokens the policy wrote"
+        if not readable:
+            text = "the file has no token ids of responses: docs/verify.md shows how to record them"
+        elif not usable:
+            text = "the prompts have images, video or audio, which these files do not hold"
         answers += [Answer("weights", "unknown", text), Answer("ratio", "unknown", text)]
     found = list(batches(rows, settings.kl, settings.kl_coef, noise))
     answers += check_advantages(found, settings.algorithm, penalized=settings.kl_in == "reward")
@@ -133,21 +163,11 @@ def verify(
     return Verification(len(rows), len(chosen), answers)
 
 
-def _with_reference(rows: Sequence[Row], evidence: Evidence, name: str) -> list[Row]:
-    """Compute the reference's log-probabilities, and the policy's, of rows that have none."""
-    policy = evidence.candidates[0]
-    reference = next((each for each in evidence.candidates if each.name == name), None)
-    if reference is None:
-        raise ValueError(f"--reference is {name}; give one of the names of --weights")
-    filled = []
-    for row in rows:
-        if row.ids is not None and "ref" not in row.tokens:
-            temperature = evidence.temperature(row)
-            own = {"old": policy} if row.policy is None else {}
-            new = {
-                column: candidate.facts(row.ids, temperature).logprobs
-                for column, candidate in (own | {"ref": reference}).items()
-            }
-            row = replace(row, tokens=row.tokens | new)
-        filled.append(row)
-    return filled
+def _with_reference(row: Row, sampling: Sampling, policy: Candidate, reference: Candidate) -> Row:
+    """Compute the reference's log-probabilities, and the policy's, of a row that has none."""
+    if row.ids is None or "ref" in row.tokens:
+        return row
+    new = {"ref": reference} if row.policy in row.tokens else {"old": policy, "ref": reference}
+    temperature = sampling_of(row, sampling).temperature
+    computed = {name: each.facts(row, temperature).logprobs for name, each in new.items()}
+    return replace(row, tokens=row.tokens | computed)

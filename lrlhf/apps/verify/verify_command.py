@@ -58,7 +58,8 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--engine_dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="type that the engine computed in, whose rounding is allowed for; default: as stored",
+        help="type that the engine computed in, whose rounding is allowed for; default: that of "
+        "the weights",
     )
     add("--rows", type=int, default=256, help="rows that the models compute; default: 256")
     add("--device", default="auto", help="auto (default): a GPU where there is one")
@@ -87,27 +88,35 @@ def run_verify(arguments: Sequence[str]) -> None:
     from lrlhf.apps.verify.candidate_weights import Candidate  # noqa: PLC0415
     from lrlhf.apps.verify.formula_checks import FORMULAS  # noqa: PLC0415
     from lrlhf.apps.verify.rollout_rows import Padding, read_rollouts  # noqa: PLC0415
-    from lrlhf.apps.verify.sampling_checks import Sampling  # noqa: PLC0415
     from lrlhf.apps.verify.verification import Settings, verify  # noqa: PLC0415
     from lrlhf.cli.trained_policy import load_trained  # noqa: PLC0415
+    from lrlhf.rollout import Sampling  # noqa: PLC0415
 
     if options.algorithm is not None and options.algorithm not in FORMULAS:
         raise ConfigError(f"--algorithm is {options.algorithm}; known are {', '.join(FORMULAS)}")
     candidates = []
     for name, path in named.items():
-        policy = load_trained(
-            path, device=options.device, trust_remote_code=options.trust_remote_code
-        ).policy
+        try:
+            policy = load_trained(
+                path, device=options.device, trust_remote_code=options.trust_remote_code
+            ).policy
+        except ConfigError as error:
+            raise ConfigError(f"--weights {name}: {error}") from error
         stored = next(policy.model.parameters()).dtype
-        dtype = getattr(torch, options.engine_dtype) if options.engine_dtype else stored
+        # weights in float32 are those of engines that compute in bfloat16, too
+        dtype = None if stored == torch.float32 else stored
+        if options.engine_dtype is not None:
+            dtype = getattr(torch, options.engine_dtype)
         candidates.append(Candidate(name, policy.model.float(), policy.tokenizer, dtype))
     pad = candidates[0].tokenizer.pad_token_id
     given = {
         name: value for name, value in vars(options).items() if name in Settings.__annotations__
     }
-    sampling = Sampling(**{name: getattr(options, name) for name in Sampling.__annotations__})
     try:
-        rows = read_rollouts(options.rollouts, Padding(pad, pad in candidates[0].end_ids))
+        sampling = Sampling(
+            **{name: getattr(options, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        )
+        rows = read_rollouts(options.rollouts, Padding(pad, candidates[0].end_ids))
         settings = Settings(**given, sampling=sampling, most_rows=options.rows)
         result = verify(rows, candidates, settings)
     except (ValueError, OSError) as error:

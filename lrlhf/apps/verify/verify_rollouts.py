@@ -10,7 +10,6 @@ import torch
 
 from lrlhf.apps.verify.candidate_weights import Candidate
 from lrlhf.apps.verify.rollout_rows import rows_of_batch
-from lrlhf.apps.verify.sampling_checks import Sampling
 from lrlhf.apps.verify.verification import Settings, verify
 from lrlhf.arguments import KeepsArguments
 from lrlhf.models.modes import evaluating
@@ -73,17 +72,17 @@ class VerifyRollouts(KeepsArguments, L.Callback, RolloutListener):
         # what is whitened over the batch needs all rows of all ranks
         whole = trainer.world_size == 1 and len(rows) == len(experience)
         known = whole or run.algorithm.estimator.normalize == "none"
-        named = {name: getattr(run.sampling, name) for name in Sampling.__annotations__}
         settings = Settings(
             algorithm=self.algorithm if known else None,
             kl=(run.reference.kl_estimator or "k1") if run.kl_in_reward else None,
             kl_in="reward" if run.kl_in_reward else "loss",
             kl_coef=module.kl_coef,
-            # an option that is None is off
-            sampling=Sampling(**{name: value for name, value in named.items() if value}),
+            sampling=run.sampling,
             most_rows=self.rows,
         )
-        candidate = Candidate("policy", module.policy, module.tokenizer, torch.float32)
+        # an engine with a copy of the weights may compute in another type
+        dtype = torch.float32 if module.engine.capabilities.exact else None
+        candidate = Candidate("policy", module.policy, module.tokenizer, dtype)
         with evaluating(module.policy):
             result = verify(rows, [candidate], settings)
         module.log("verify/faults", float(len(result.faults)), batch_size=len(rows))

@@ -272,13 +272,14 @@ def run(tmp_path: Path) -> Callable[..., Any]:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": f"say {word}"}) for word in "abcdefgh"))
 
-    def train(*callbacks: Any, steps: int = 2, **reference: Any) -> Any:
+    def train(*callbacks: Any, steps: int = 2, top_p: float = 1.0, **reference: Any) -> Any:
         settings = {"kl_coef": 0.5, "model": CausalLM(source=str(tmp_path / "reference"))}
         module = RLOO(
             CausalLM(source=str(tmp_path / "start")),
             Rewards([letters]),
             num_generations=4,
-            sampling=Sampling(max_new_tokens=6, temperature=0.8),
+            sampling=Sampling(max_new_tokens=6, temperature=0.8, top_p=top_p),
+            allow_truncated_sampling=top_p < 1,
             optimizer=OptimizerConfig(lr=1e-3),
             reference=Reference(**(settings | reference)),
         )
@@ -290,8 +291,8 @@ def run(tmp_path: Path) -> Callable[..., Any]:
 
 @pytest.mark.parametrize(
     "reference",
-    [{}, {"kl_estimator": "k3"}, {"placement": "loss"}],
-    ids=["k1 in the reward", "k3 in the reward", "in the loss"],
+    [{}, {"kl_estimator": "k3"}, {"placement": "loss"}, {"top_p": 0.8}],
+    ids=["k1 in the reward", "k3 in the reward", "in the loss", "top-p"],
 )
 def test_a_sound_run_has_no_fault(run: Callable[..., Any], reference: dict[str, Any]) -> None:
     trainer = run(VerifyRollouts(every=1, algorithm="rloo", stop=True), **reference)

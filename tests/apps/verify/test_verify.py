@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from lrlhf.apps.verify import Settings, verify
-from lrlhf.apps.verify.candidate_weights import Candidate, continued_logprobs
-from lrlhf.apps.verify.rollout_rows import Padding, read_rollouts
-from lrlhf.apps.verify.sampling_checks import Sampling
+from lrlhf.apps.verify.candidate_weights import Candidate
+from lrlhf.apps.verify.rollout_rows import Padding, Row, read_rollouts
+from lrlhf.rollout import Sampling
 from tests.conftest import build_language_model, build_tokenizer
 
 Rows = list[dict[str, Any]]
@@ -402,7 +402,7 @@ def kept_cache(run: Run) -> None:
     for row in run.rows:
         ids = torch.tensor(row["prompt_ids"] + row["completion_ids"])
         start = len(row["prompt_ids"])
-        own = continued_logprobs(stale, new, ids, start + 5, 1.0)[start:]
+        own = new.continued(stale, Row(place="", ids=ids), start + 5, 1.0)[start:]
         first = logprobs_of(stale.model, [ids.tolist()], 1.0)[0, start:]
         row["sampling_logprobs"] = torch.where(own.isnan(), first.double(), own).tolist()
 
@@ -491,205 +491,119 @@ def nothing(run: Run) -> None:
 
 
 PLAIN = {
-    "turns": 0,
-    "recorded": True,
-    "old": True,
-    "kl": None,
-    "padded": False,
-    "group": 4,
-    "prompts": 4,
-    "temperature": 1.0,
-    "binary": False,
-    "algorithm": "rloo",
-    "length": 12,
+    **{"turns": 0, "recorded": True, "old": True, "kl": None, "padded": False, "group": 4},
+    **{"prompts": 4, "temperature": 1.0, "binary": False, "algorithm": "rloo", "length": 12},
 }
 TURNS = PLAIN | {"turns": 2, "old": False}
 ALONE = PLAIN | {"recorded": False, "old": False}
 
-FAULTS: list[tuple[str, str, dict[str, Any], Callable[[Run], None], str, str]] = [
-    # fault, thread, settings, how it is planted, item, what must be named
-    (
-        "adapter never delivered",
-        "verl#7495",
-        PLAIN | {"engine": "base"},
+
+def fault(
+    name: str,
+    named: str,
+    plant: Callable[[Run], None] = nothing,
+    base: dict[str, Any] = PLAIN,
+    **settings: Any,
+) -> Any:
+    """A fault as the thread of its name has it: what is to be reported, and how it is planted."""
+    return pytest.param(base | settings, plant, *named.split(": ", 1), id=name)
+
+
+FAULTS = [
+    fault("verl#7495: adapter never delivered", "weights: base sampled", engine="base"),
+    fault("TRL#3189: weights of the step before", "weights: k-1 sampled", engine="k-1"),
+    fault(
+        "verl#7495: the same, nothing recorded",
+        "weights: base sampled",
         nothing,
-        "weights",
-        "base sampled",
-    ),
-    (
-        "weights of the step before",
-        "TRL#3189",
-        PLAIN | {"engine": "k-1"},
-        nothing,
-        "weights",
-        "k-1 sampled",
-    ),
-    (
-        "the same, nothing recorded",
-        "verl#7495",
-        ALONE | {"engine": "base", "length": 20, "prompts": 16},
-        nothing,
-        "weights",
-        "base sampled",
-    ),
-    (
-        "sleep mode reloads the base",
-        "TRL#5312",
-        PLAIN,
-        first_rows_of_base,
-        "weights",
-        "base sampled 8 of 16",
-    ),
-    (
-        "expert weights corrupt after a sync",
-        "SkyRL#1680",
-        PLAIN | {"engine": corrupt},
-        nothing,
-        "weights",
-        "none of the weights",
-    ),
-    (
-        "weights change within responses",
-        "slime#1800",
-        PLAIN | {"policies": ["k-1"] * 5 + ["k"]},
-        nothing,
-        "weights",
-        "from token 5 on",
-    ),
-    ("they change, the cache stays", "slime#1800", PLAIN, kept_cache, "weights", "from token 5 on"),
-    (
-        "log-probabilities one token off",
-        "TRL#3750",
-        PLAIN,
-        each(shifted_logprobs),
-        "weights",
-        "one token",
-    ),
-    (
-        "top-p in the ratio",
-        "TRL#7269",
-        PLAIN | {"keep": kept_top_p},
-        nothing,
-        "ratio",
-        "top-p between",
-    ),
-    (
-        "top-k not in the ratio",
-        "prime-rl#3235",
-        PLAIN | {"keep": kept_top_k, "length": 20, "prompts": 16},
-        raw,
-        "ratio",
-        "cut off",
-    ),
-    (
-        "trainer without temperature",
-        "unsloth-zoo#832",
-        PLAIN | {"temperature": 0.6},
-        other_temperature,
-        "ratio",
-        "temperature 1",
-    ),
-    (
-        "adapter constant in the graph",
-        "mlx-lm-lora#50",
-        PLAIN,
-        trained_base,
-        "ratio",
-        "those of base",
-    ),
-    ("newline dropped at turns", "verl#6501", TURNS, each(without_newline), "tokens", "separator"),
-    ("end dropped at turns", "TRL#5242", TURNS, each(without_end), "tokens", "no end"),
-    ("history tokenized again", "TRL#5224", PLAIN, history, "tokens", "history"),
-    (
-        "response tokenized again",
-        "verl#6719",
-        PLAIN,
-        each(tokenized_again),
-        "weights",
-        "other tokens",
-    ),
-    (
-        "mask longer than the ids",
-        "TRL#5144",
-        PLAIN,
-        each(longer_mask),
-        "tokens",
-        "not of the same tokens",
-    ),
-    ("first message twice", "TRL#5471", PLAIN, each(double_start), "tokens", "chat template"),
-    ("tool tokens trained on", "TRL#4975", TURNS, each(all_trained), "mask", "did not write"),
-    ("mask inverted", "RAGEN#71", TURNS, each(inverted), "mask", "off by one turn"),
-    ("prompt trained on", "NeMo-RL#1956", PLAIN, each(prompt_trained), "mask", "prompt tokens"),
-    (
-        "first token left out",
-        "minimind#621",
-        PLAIN,
-        each(first_missing),
-        "mask",
-        "shifted by one token",
-    ),
-    ("stop token left out", "slime#1490", PLAIN, each(end_missing), "mask", "last token"),
-    (
-        "only the last turn trained on",
-        "ms-swift#7838",
-        TURNS,
-        each(only_last_turn),
-        "mask",
-        "turn 1 of 3",
-    ),
-    ("tokens behind the end count", "MemGen#33", TURNS, each(behind_end), "mask", "behind the end"),
-    (
-        "several end tokens, one known",
-        "TRL#7039",
         ALONE,
+        engine="base",
+        length=20,
+        prompts=16,
+    ),
+    fault(
+        "TRL#5312: sleep mode reloads the base", "weights: base sampled 8 of 16", first_rows_of_base
+    ),
+    fault(
+        "SkyRL#1680: expert weights corrupt after a sync",
+        "weights: none of the weights",
+        engine=corrupt,
+    ),
+    fault(
+        "slime#1800: weights change within responses",
+        "weights: from token 5 on",
+        policies=["k-1"] * 5 + ["k"],
+    ),
+    fault("slime#1800: they change, the cache stays", "weights: from token 5 on", kept_cache),
+    fault(
+        "TRL#3750: log-probabilities one token off", "weights: one token", each(shifted_logprobs)
+    ),
+    fault("TRL#7269: top-p in the ratio", "ratio: top-p between", keep=kept_top_p),
+    fault(
+        "prime-rl#3235: top-k not in the ratio",
+        "ratio: cut off",
+        raw,
+        keep=kept_top_k,
+        length=20,
+        prompts=16,
+    ),
+    fault(
+        "unsloth-zoo#832: trainer without temperature",
+        "ratio: temperature 1",
+        other_temperature,
+        temperature=0.6,
+    ),
+    fault("mlx-lm-lora#50: adapter constant in the graph", "ratio: those of base", trained_base),
+    fault("verl#6501: newline dropped at turns", "tokens: separator", each(without_newline), TURNS),
+    fault("TRL#5242: end dropped at turns", "tokens: no end", each(without_end), TURNS),
+    fault("TRL#5224: history tokenized again", "tokens: history", history),
+    fault("verl#6719: response tokenized again", "weights: other tokens", each(tokenized_again)),
+    fault(
+        "TRL#5144: mask longer than the ids", "tokens: not of the same tokens", each(longer_mask)
+    ),
+    fault("TRL#5471: first message twice", "tokens: chat template", each(double_start)),
+    fault("TRL#4975: tool tokens trained on", "mask: did not write", each(all_trained), TURNS),
+    fault("RAGEN#71: mask inverted", "mask: off by one turn", each(inverted), TURNS),
+    fault("NeMo-RL#1956: prompt trained on", "mask: prompt tokens", each(prompt_trained)),
+    fault("minimind#621: first token left out", "mask: shifted by one token", each(first_missing)),
+    fault("slime#1490: stop token left out", "mask: last token", each(end_missing)),
+    fault(
+        "ms-swift#7838: only the last turn trained on",
+        "mask: turn 1 of 3",
+        each(only_last_turn),
+        TURNS,
+    ),
+    fault(
+        "MemGen#33: tokens behind the end count", "mask: behind the end", each(behind_end), TURNS
+    ),
+    fault(
+        "TRL#7039: several end tokens, one known",
+        "truncated: marked as truncated",
         each(marked_truncated),
-        "truncated",
-        "marked as truncated",
+        ALONE,
     ),
-    ("RLOO without n / (n - 1)", "verl#5355", PLAIN, rescaled(0.75), "advantages", "dr_grpo fits"),
-    (
-        "z-score over the batch",
-        "grpo-flat#2",
-        PLAIN | {"algorithm": "grpo"},
+    fault("verl#5355: RLOO without n / (n - 1)", "advantages: dr_grpo fits", rescaled(0.75)),
+    fault(
+        "grpo-flat#2: z-score over the batch",
+        "advantages: z-score over the batch",
         batch_score,
-        "advantages",
-        "z-score over the batch",
+        algorithm="grpo",
     ),
-    (
-        "deviation of the batch",
-        "ms-swift#4919",
-        PLAIN | {"algorithm": "grpo"},
+    fault(
+        "ms-swift#4919: deviation of the batch",
+        "advantages: deviation of the batch",
         batch_deviation,
-        "advantages",
-        "deviation of the batch",
+        algorithm="grpo",
     ),
-    ("groups interleaved", "R1-V#67", PLAIN, interleaved, "advantages", "other groups"),
-    (
-        "no reward counts as zero",
-        "TRL#5902",
-        PLAIN,
-        unscored_as_zero,
-        "advantages",
-        "not those of rloo",
-    ),
-    ("score is not the sum", "TRL#5902", PLAIN, each(wrong_sum), "advantages", "not the sum"),
-    (
-        "KL the wrong way round",
-        "mlx-lm-lora#50",
-        PLAIN | {"kl": "k3"},
-        each(exchanged_kl),
-        "kl",
-        "exchanged",
-    ),
-    ("loss averaged by micro-batch", "TRL#2617", PLAIN, micro_batches, "loss", "each micro-batch"),
+    fault("R1-V#67: groups interleaved", "advantages: other groups", interleaved),
+    fault("TRL#5902: no reward counts as zero", "advantages: not those of rloo", unscored_as_zero),
+    fault("TRL#5902: score is not the sum", "advantages: not the sum", each(wrong_sum)),
+    fault("mlx-lm-lora#50: KL the wrong way round", "kl: exchanged", each(exchanged_kl), kl="k3"),
+    fault("TRL#2617: loss averaged by micro-batch", "loss: each micro-batch", micro_batches),
 ]
 
 
-@pytest.mark.parametrize(
-    ("settings", "plant", "item", "named"),
-    [fault[2:] for fault in FAULTS],
-    ids=[f"{thread}: {name}" for name, thread, *_ in FAULTS],
-)
+@pytest.mark.parametrize(("settings", "plant", "item", "named"), FAULTS)
 def test_a_public_bug_is_found(
     settings: dict[str, Any], plant: Callable[[Run], None], item: str, named: str, tmp_path: Path
 ) -> None:
