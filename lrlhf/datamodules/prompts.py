@@ -12,9 +12,10 @@ from typing import Any
 import lightning as L
 from transformers import PreTrainedTokenizerBase
 
+from lrlhf.datamodules.adaptive import AdaptiveLoader, AdaptivePrompts
 from lrlhf.datamodules.core import RowKind, refuse_unreadable
 from lrlhf.datamodules.datasets.pretraining import DEFAULT_TEXT_COLUMN, PretrainingTexts
-from lrlhf.datamodules.loading.loader import data_ranks
+from lrlhf.datamodules.loading.loader import EvalLoader, TrainLoader, data_ranks
 from lrlhf.datamodules.loading.sources import Data, entries_of
 from lrlhf.datamodules.loading.splits import Split
 from lrlhf.datamodules.loading.validation import Validation
@@ -71,6 +72,8 @@ class PromptDataModule(TextDataModule[PromptRow, PromptBatch]):
             group counts.
         max_prompt_tokens: Rows with longer prompts are left out and counted, never cut.
         deduplicate: Keep only the first of the rows with equal prompts.
+        prompt_sampler: Draw the prompts of most learnability, see `AdaptivePrompts`; None: every
+            prompt once in an epoch.
         pretraining: Texts of a second stream that goes into the policy's loss (PTX): sources as
             for ``train``, whose rows have a plain text, or whole dialogues in ``messages`` or
             ``conversations`` that the chat template renders. Every train batch carries some.
@@ -94,6 +97,7 @@ class PromptDataModule(TextDataModule[PromptRow, PromptBatch]):
         column_patterns: dict[str, str] | None = None,
         max_prompt_tokens: int | None = None,
         deduplicate: bool = False,
+        prompt_sampler: AdaptivePrompts | None = None,
         pretraining: Data | None = None,
         pretraining_batch_size: int | None = None,
         pretraining_column: str = DEFAULT_TEXT_COLUMN,
@@ -112,6 +116,17 @@ class PromptDataModule(TextDataModule[PromptRow, PromptBatch]):
         super().__init__(self._prompts, train, val, row_options=self._row_options, **options)
         self._max_tokens = max_prompt_tokens
         self._deduplicate = deduplicate
+        self._adaptive = prompt_sampler
+        if prompt_sampler is not None and not self._shuffle:
+            raise ValueError(
+                "shuffle is false, and prompt_sampler draws prompts in an order of its own: drop "
+                "one of the two"
+            )
+        if prompt_sampler is not None and self._num_workers:
+            raise ValueError(
+                f"num_workers is {self._num_workers}, and prompt_sampler draws a batch once the "
+                "one before is scored, so that nothing can be read ahead: set num_workers: 0"
+            )
         self._pretraining: PretrainingTexts | None = None
         if pretraining is not None:
             self._besides = entries_of(pretraining, "pretraining")
@@ -125,6 +140,17 @@ class PromptDataModule(TextDataModule[PromptRow, PromptBatch]):
                 max_bad_fraction=self._max_bad_fraction,
                 seed=self._seed,
             )
+
+    def train_dataloader(
+        self,
+    ) -> TrainLoader[PromptRow, PromptBatch] | EvalLoader[PromptRow, PromptBatch]:
+        loader = super().train_dataloader()
+        if self._adaptive is not None and isinstance(loader, EvalLoader):
+            raise ValueError(
+                "overfit_batches repeats the same prompts, and prompt_sampler draws others: drop "
+                "one of the two"
+            )
+        return loader
 
     def _prompts(
         self, trainer: L.Trainer | None, **changed: Any
@@ -147,6 +173,9 @@ class PromptDataModule(TextDataModule[PromptRow, PromptBatch]):
             check=_without_duplicates if self._deduplicate else lambda split, _: split,
             read=media,
             companion=companion,
+            loader=partial(AdaptiveLoader, adaptive=self._adaptive)
+            if self._adaptive
+            else TrainLoader,
             tokenizer=tokenizer,
             made_with=(tokenizer,),
             dated=chat.dated,
