@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,8 +24,8 @@ BatchT = TypeVar("BatchT")
 
 _PRIOR = 0.5
 """Both parameters of a prompt's Beta distribution before anything was observed (Jeffreys)."""
-_STREAM = 2
-"""Keeps these draws apart from those of `EpochOrder`."""
+_Source = tuple[str, Tensor, float]
+"""Name of a source (empty: no metrics), indices of its prompts, share in any unit."""
 
 
 @settings
@@ -36,7 +36,7 @@ class AdaptivePrompts:
     Each prompt has a Beta posterior of its success rate p, from Jeffreys' prior and the responses
     to it, which are forgotten with the iterations as the policy changes. A batch is drawn without
     replacement, by the expected learnability of each prompt: p (1 − p) for a target of 0.5, the
-    variance of a right-or-wrong reward, to which the gradient of a group is proportional.
+    variance of a right-or-wrong reward.
 
     Args:
         target: Success rate of the prompts that are drawn most, between 0 and 1.
@@ -45,10 +45,10 @@ class AdaptivePrompts:
         half_life: Iterations after which a response counts half.
         hopeless: A prompt whose expected success rate is at most this is retired: it is drawn by
             exploration alone. It returns as its responses are forgotten, or when some are right.
-        solved: A prompt whose expected success rate is at least this is retired likewise.
+        solved: A prompt whose expected success rate is at least this is retired too.
         threshold: Least score of a response that counts as a success; None: scores are 0 or 1.
-        source_column: Column of the prompts that names their source. Data of several sources has
-            a column ``source``.
+        source_column: Column that names the source of a prompt; data of several sources has
+            ``source``.
         source_weights: Share of the draws of each source by its name, in any unit. None: of
             `Weighted` sources their weights, else one pool of all prompts.
 
@@ -56,10 +56,10 @@ class AdaptivePrompts:
         ValueError: A value is out of its range.
 
     Reference:
-        Qu et al. 2025 (MoPPS), §3, https://arxiv.org/abs/2507.04632, for the discounted posterior.
-        Foster et al. 2025, https://arxiv.org/abs/2502.12272, for draws by learnability. Differs
-        from MoPPS: responses fade with iterations rather than with visits, and expected
-        learnability takes the place of posterior samples close to the target.
+        Qu et al. 2025 (MoPPS), https://arxiv.org/abs/2507.04632: discounted Beta posteriors.
+        Foster et al. 2025, https://arxiv.org/abs/2502.12272: draws by learnability.
+        Differs from MoPPS: responses fade with iterations, not visits, and expected learnability
+        takes the place of posterior samples near the target.
     """
 
     target: float = 0.5
@@ -72,46 +72,40 @@ class AdaptivePrompts:
     source_weights: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.exploration <= 1:
-            raise ValueError(
-                f"prompt_sampler.exploration is {self.exploration}; it must be above 0, as retired "
-                "prompts are drawn by exploration alone, and at most 1"
-            )
-        if not (self.half_life > 0 and math.isfinite(self.half_life)):
-            raise ValueError(
-                f"prompt_sampler.half_life is {self.half_life}; it must be a number of iterations "
-                "above 0"
-            )
+        weights = {f"source_weights.{name}": w for name, w in (self.source_weights or {}).items()}
+        weights |= {"exploration": self.exploration, "half_life": self.half_life}
+        for name, value in weights.items():
+            if not 0 < value < math.inf:
+                raise ValueError(f"prompt_sampler.{name} is {value}; it must be above 0 and finite")
+        if self.exploration > 1:
+            raise ValueError(f"prompt_sampler.exploration is {self.exploration}; it is a share")
         if not 0 <= self.hopeless < self.target < self.solved <= 1:
             raise ValueError(
                 f"prompt_sampler.hopeless, target and solved are {self.hopeless}, {self.target} "
-                f"and {self.solved}; they must ascend between 0 and 1, or no prompt could be drawn "
-                "by its success rate"
+                f"and {self.solved}; they must ascend between 0 and 1"
             )
-        if self.threshold is not None and not math.isfinite(self.threshold):
-            raise ValueError(f"prompt_sampler.threshold is {self.threshold}; it must be finite")
-        for name, weight in (self.source_weights or {}).items():
-            if not (weight > 0 and math.isfinite(weight)):
-                raise ValueError(
-                    f"prompt_sampler.source_weights gives {name!r} {weight}; it must be above 0"
-                )
+
+    def source_of(self, columns: Mapping[str, Any]) -> str:
+        """Return the name of a prompt's source, or raise `ValueError` if that has no weight."""
+        weights, name = self.source_weights or {}, str(columns.get(self.source_column))
+        if name not in weights:
+            raise ValueError(
+                f"prompt_sampler.source_weights names {', '.join(sorted(weights))}, and a train "
+                f"prompt has {name} in the column {self.source_column!r}: give it a weight"
+            )
+        return name
 
     def count(self, scores: Float[Tensor, " G"]) -> tuple[int, int]:
-        """Count the successes and the failures among the scores of a group; NaN is neither.
-
-        Raises:
-            ValueError: There is no threshold, and a score is neither 0 nor 1.
-        """
+        """Count successes and failures among scores, NaN as neither; refuse what may be either."""
         scored = scores[~scores.isnan()]
         fractions = scored[(scored != 0) & (scored != 1)]
         if self.threshold is None and len(fractions):
             raise ValueError(
-                f"prompt_sampler counts successes, and a response has score {fractions[0]:g}, "
-                "which is neither 0 nor 1: set data.prompt_sampler.threshold to the least score of "
-                "a response that is right"
+                f"a response has score {fractions[0]:g}, which is neither 0 nor 1: set "
+                "data.prompt_sampler.threshold to the least score that counts as a success"
             )
-        least = 1.0 if self.threshold is None else self.threshold
-        successes = int((scored >= least).sum())  # compared in the precision of the scores
+        # compared in the precision of the scores
+        successes = int((scored >= (1.0 if self.threshold is None else self.threshold)).sum())
         return successes, len(scored) - successes
 
 
@@ -121,61 +115,33 @@ def learnability(successes: Rates, failures: Rates, *, target: float = 0.5) -> R
         u(p) = c p^(2ρ) (1 − p)^(2(1 − ρ)),            c so that u(ρ) = 1
         E[u] = c B(α + 2ρ, β + 2(1 − ρ)) / B(α, β),    α = ½ + successes, β = ½ + failures
 
-    It is 1 at the target ρ and 0 at p = 0 and 1; for ρ = 0.5 it is 4 p (1 − p).
-
-    Args:
-        successes: Of each prompt, discounted.
-        failures: Of each prompt, discounted.
-        target: ρ, the success rate of most learnability.
+    For a target ρ of 0.5, u is 4 p (1 − p).
     """
-    alpha, beta = _PRIOR + successes, _PRIOR + failures
+    alpha, beta = successes + _PRIOR, failures + _PRIOR
     up, down = 2 * target, 2 * (1 - target)
+    rising = (alpha + up).lgamma() - alpha.lgamma() + (beta + down).lgamma() - beta.lgamma()
     most = up * math.log(target) + down * math.log(1 - target)
-    return (_log_beta(alpha + up, beta + down) - _log_beta(alpha, beta) - most).exp()
-
-
-def _log_beta(alpha: Rates, beta: Rates) -> Rates:
-    return alpha.lgamma() + beta.lgamma() - (alpha + beta).lgamma()
-
-
-class PromptSource(NamedTuple):
-    """Prompts that get a share of the draws."""
-
-    name: str
-    """Of its metrics; empty: it has none of its own."""
-    rows: Tensor
-    """Indices of its prompts."""
-    weight: float
-    """Its share, in any unit."""
+    return (rising - most).exp() / ((alpha + beta) * (alpha + beta + 1))
 
 
 class PromptPool:
-    """The posteriors of all prompts, and draws from them.
+    """The posteriors of all prompts, each of one source, and draws from them."""
 
-    Args:
-        options: How to draw.
-        sources: All prompts, each in one of them.
-        seed: Of the draws.
-    """
-
-    def __init__(
-        self, options: AdaptivePrompts, sources: Sequence[PromptSource], seed: int
-    ) -> None:
+    def __init__(self, options: AdaptivePrompts, sources: Sequence[_Source], seed: int) -> None:
         self._options, self._sources, self._seed = options, sources, seed
-        size = sum(len(source.rows) for source in sources)
-        self.successes, self.failures = torch.zeros(2, size, dtype=torch.float64)
+        size = sum(len(rows) for _, rows, _ in sources)
+        self.counts = torch.zeros(2, size, dtype=torch.float64)
+        """Successes and failures of each prompt, discounted."""
 
     @property
     def success_rates(self) -> Rates:
         """Expected success rate of each prompt: the mean of its posterior."""
-        alpha, beta = _PRIOR + self.successes, _PRIOR + self.failures
-        rates: Rates = alpha / (alpha + beta)
-        return rates
+        return (self.counts[0] + _PRIOR) / (self.counts.sum(dim=0) + 2 * _PRIOR)
 
     def probabilities(self) -> Rates:
-        """Probability of each prompt to be the next one that is drawn."""
+        """Probability of each prompt to be drawn next."""
         options, rates = self._options, self.success_rates
-        weights = learnability(self.successes, self.failures, target=options.target)
+        weights = learnability(*self.counts, target=options.target)
         weights[(rates <= options.hopeless) | (rates >= options.solved)] = 0.0
         probabilities = torch.empty_like(weights)
         for _, rows, share in self._sources:
@@ -185,49 +151,32 @@ class PromptPool:
             learnable = own / total if total else uniform
             mixed = (1 - options.exploration) * learnable + options.exploration * uniform
             probabilities[rows] = share * mixed
-        return probabilities / sum(source.weight for source in self._sources)
+        return probabilities / sum(share for _, _, share in self._sources)
 
     def draw(self, number: int, count: int) -> list[int]:
-        """Draw the prompts of batch ``number``, one after the other without replacement.
-
-        Any first part of them is such a draw too.
-
-        Reference:
-            Efraimidis and Spirakis 2006, https://doi.org/10.1016/j.ipl.2005.11.003
-        """
-        generator = np.random.default_rng([self._seed, _STREAM, number])
-        waits = torch.from_numpy(generator.exponential(size=len(self.successes)))
-        drawn: list[int] = (waits / self.probabilities()).argsort(stable=True)[:count].tolist()
-        return drawn
+        """Draw batch ``number`` one by one without replacement (Efraimidis and Spirakis 2006)."""
+        generator = np.random.default_rng([self._seed, 2, number])  # 0, 1: `EpochOrder`
+        waits = torch.from_numpy(generator.exponential(size=self.counts.shape[1]))
+        order = (waits / self.probabilities()).argsort(stable=True)
+        return [int(row) for row in order[:count]]
 
     def observe(self, scores: Mapping[int, Float[Tensor, " G"]]) -> None:
-        """Update the posteriors by one iteration.
-
-        Args:
-            scores: Of the responses to each prompt that was answered, by its index.
-
-        Raises:
-            ValueError: A score says neither success nor failure.
-        """
+        """Update the posteriors by an iteration's scores of prompts, by their index."""
         counted = {row: self._options.count(group) for row, group in scores.items()}
-        kept = 0.5 ** (1 / self._options.half_life)
-        self.successes *= kept
-        self.failures *= kept
-        for row, (successes, failures) in counted.items():
-            self.successes[row] += successes
-            self.failures[row] += failures
+        self.counts *= 0.5 ** (1 / self._options.half_life)
+        for row, counts in counted.items():
+            self.counts[:, row] += torch.tensor(counts)
 
     def metrics(self) -> dict[str, float]:
         """Summarise the pool under the names of logged metrics."""
-        rates, probabilities = self.success_rates, self.probabilities()
-        seen = self.successes + self.failures > 0
+        rates, seen = self.success_rates, self.counts.sum(dim=0) > 0
         summary = {
-            "prompts/effective": float(1 / probabilities.square().sum()),
+            "prompts/effective": float(1 / self.probabilities().square().sum()),
             "prompts/solved": float((rates >= self._options.solved).sum()),
             "prompts/hopeless": float((rates <= self._options.hopeless).sum()),
             "prompts/unseen": float((~seen).sum()),
         }
-        named = [(f"/{source.name}", source.rows) for source in self._sources if source.name]
+        named = [(f"/{name}", rows) for name, rows, _ in self._sources if name]
         for name, rows in (("", torch.arange(len(rates))), *named):
             if seen[rows].any():
                 summary[f"prompts/success_rate{name}"] = float(rates[rows][seen[rows]].mean())
@@ -237,19 +186,8 @@ class PromptPool:
 class AdaptiveLoader(TrainLoader[RowT, BatchT]):
     """Train batches of one rank, drawn as `AdaptivePrompts` describes.
 
-    Batch ``s`` is drawn when it is first needed, for all ranks alike, and stays what it is. With
-    generation ahead that is before the batches in between were scored. The state has the posteriors
-    and the batches that were drawn ahead.
-
-    Args:
-        rows: All rows, with columns.
-        order: Has the rows of each source, and their weights.
-        batch_size: Rows per batch and rank.
-        adaptive: How to draw.
-        **options: Those of `TrainLoader`.
-
-    Raises:
-        ValueError: The sources of the rows are not those that have weights.
+    A batch is drawn when it is first needed, for all ranks alike, and stays what it is. With
+    generation ahead that is before the batches in between were scored.
     """
 
     draws_epochs = False
@@ -258,12 +196,11 @@ class AdaptiveLoader(TrainLoader[RowT, BatchT]):
         self,
         rows: Sequence[RowT],
         order: Order,
-        batch_size: int,
-        *,
+        *args: Any,
         adaptive: AdaptivePrompts,
         **options: Any,
     ) -> None:
-        super().__init__(rows, order, batch_size, **options)
+        super().__init__(rows, order, *args, **options)
         assert isinstance(order, EpochOrder)
         self.pool = PromptPool(adaptive, _sources_of(rows, order, adaptive), order.seed)
         self._drawn: dict[int, list[int]] = {}
@@ -271,76 +208,51 @@ class AdaptiveLoader(TrainLoader[RowT, BatchT]):
     def _rest_of_epoch(self, number: int) -> list[list[int]]:
         """Return the rows of batch ``number`` alone: those behind it depend on its scores."""
         if number not in self._drawn:
-            last = self._done - 1  # is still to be observed
-            self._drawn = {key: rows for key, rows in self._drawn.items() if key >= last}
+            self._drawn = self._drawn_from(self._done - 1)  # which is still to be observed
             self._drawn[number] = self.pool.draw(number, self.batch_size * self._ranks.world)
         start = self._ranks.rank * self.batch_size
         return [self._drawn[number][start : start + self.batch_size]]
 
+    def _drawn_from(self, first: int) -> dict[int, list[int]]:
+        return {number: rows for number, rows in self._drawn.items() if number >= first}
+
     def observe(
         self, scores: Float[Tensor, "P G"], gather: Callable[[Any], list[Any]]
     ) -> dict[str, float]:
-        """Update the posteriors by the responses to the last batch.
-
-        Args:
-            scores: Of the responses to its first P prompts on this rank; NaN: unscorable.
-            gather: Returns the values of all ranks.
-
-        Returns:
-            Metrics, the same on every rank.
-
-        Raises:
-            ValueError: A score says neither success nor failure.
-        """
+        """Update the posteriors by scores of the last batch's first prompts; returns metrics."""
         (rows,) = self._rest_of_epoch(self._done - 1)
         own = dict(zip(rows, scores.cpu(), strict=False))  # the first ones were answered
         self.pool.observe({row: group for part in gather(own) for row, group in part.items()})
         return self.pool.metrics()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return position, digests, posteriors, and the batches that were drawn ahead."""
-        prompts = {
-            "successes": self.pool.successes.clone(),
-            "failures": self.pool.failures.clone(),
-            "drawn": {key: rows for key, rows in self._drawn.items() if key >= self._done},
-        }
+        prompts = {"counts": self.pool.counts.clone(), "drawn": self._drawn_from(self._done)}
         return {**super().state_dict(), "prompts": prompts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken; see `TrainLoader.load_state_dict`."""
         super().load_state_dict(state)
         prompts, own = state.get("prompts"), super().state_dict()
         if prompts is None or any(state.get(name) != own.get(name) for name in ("rows", "data")):
             logger.warning("the checkpoint has no success rates of these prompts: they start anew")
             return
-        self.pool.successes = prompts["successes"].clone()
-        self.pool.failures = prompts["failures"].clone()
-        size = self.batch_size * self._ranks.world
-        # of another size they are drawn again
-        self._drawn = {key: rows for key, rows in prompts["drawn"].items() if len(rows) == size}
+        self.pool.counts = prompts["counts"].clone()
+        if (state["batch_size"], state["ranks"]) == (own["batch_size"], own["ranks"]):
+            self._drawn = dict(prompts["drawn"])
 
 
-def _sources_of(
-    rows: Sequence[Any], order: EpochOrder, adaptive: AdaptivePrompts
-) -> list[PromptSource]:
-    """Return the sources of the rows."""
-    column, shares = adaptive.source_column, adaptive.source_weights
+def _sources_of(rows: Sequence[Any], order: EpochOrder, adaptive: AdaptivePrompts) -> list[_Source]:
+    shares = adaptive.source_weights
     if shares is None:
         weighted = zip(order.members, order.weights or (), strict=False)
-        sources = [PromptSource("", torch.tensor(rows), weight) for rows, weight in weighted]
-        return sources or [PromptSource("", torch.arange(len(order)), 1.0)]
+        sources = [("", torch.tensor(rows), weight) for rows, weight in weighted]
+        return sources or [("", torch.arange(len(order)), 1.0)]
     if order.weights is not None:
-        raise ValueError(
-            "data.train has weights of its sources, and prompt_sampler.source_weights has others: "
-            "drop one of the two"
-        )
-    named: dict[str, list[int]] = {}
+        raise ValueError("data.train and prompt_sampler.source_weights both have weights: drop one")
+    members: dict[str, list[int]] = {name: [] for name in shares}
     for index, row in enumerate(rows):
-        named.setdefault(str(row.columns.get(column)), []).append(index)
-    if named.keys() != shares.keys():
+        members[adaptive.source_of(row.columns)].append(index)
+    if empty := [name for name, own in members.items() if not own]:
         raise ValueError(
-            f"prompt_sampler.source_weights names {', '.join(sorted(shares))}, and the column "
-            f"{column!r} of the train data has {', '.join(sorted(named))}: give each source of "
-            "the data a weight"
+            f"prompt_sampler.source_weights: no train prompt is of {empty[0]}; drop it"
         )
-    return [PromptSource(name, torch.tensor(own), shares[name]) for name, own in named.items()]
+    return [(name, torch.tensor(own), shares[name]) for name, own in members.items()]

@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerBase
 from lrlhf.datamodules.adaptive import AdaptiveLoader, AdaptivePrompts
 from lrlhf.datamodules.core import RowKind, refuse_unreadable
 from lrlhf.datamodules.datasets.pretraining import DEFAULT_TEXT_COLUMN, PretrainingTexts
-from lrlhf.datamodules.loading.loader import EvalLoader, TrainLoader, data_ranks
+from lrlhf.datamodules.loading.loader import TrainLoader, data_ranks
 from lrlhf.datamodules.loading.sources import Data, entries_of
-from lrlhf.datamodules.loading.splits import Split
+from lrlhf.datamodules.loading.splits import FirstRows, Split
 from lrlhf.datamodules.loading.validation import Validation
 from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.chat import tokenize_prompts
@@ -117,15 +117,10 @@ class PromptDataModule(TextDataModule[PromptRow, PromptBatch]):
         self._max_tokens = max_prompt_tokens
         self._deduplicate = deduplicate
         self._adaptive = prompt_sampler
-        if prompt_sampler is not None and not self._shuffle:
+        if prompt_sampler is not None and (self._num_workers or not self._shuffle):
             raise ValueError(
-                "shuffle is false, and prompt_sampler draws prompts in an order of its own: drop "
-                "one of the two"
-            )
-        if prompt_sampler is not None and self._num_workers:
-            raise ValueError(
-                f"num_workers is {self._num_workers}, and prompt_sampler draws a batch once the "
-                "one before is scored, so that nothing can be read ahead: set num_workers: 0"
+                "prompt_sampler draws a batch when the one before is scored: set num_workers: 0 "
+                "and shuffle: true, or drop it"
             )
         self._pretraining: PretrainingTexts | None = None
         if pretraining is not None:
@@ -141,16 +136,12 @@ class PromptDataModule(TextDataModule[PromptRow, PromptBatch]):
                 seed=self._seed,
             )
 
-    def train_dataloader(
-        self,
-    ) -> TrainLoader[PromptRow, PromptBatch] | EvalLoader[PromptRow, PromptBatch]:
-        loader = super().train_dataloader()
-        if self._adaptive is not None and isinstance(loader, EvalLoader):
-            raise ValueError(
-                "overfit_batches repeats the same prompts, and prompt_sampler draws others: drop "
-                "one of the two"
-            )
-        return loader
+    def first_rows(self, module: object, number: int) -> list[FirstRows[PromptRow]]:
+        train, *held_out = super().first_rows(module, number)
+        if self._adaptive is not None and self._adaptive.source_weights is not None:
+            for row in train.rows:
+                self._adaptive.source_of(row.columns)
+        return [train, *held_out]
 
     def _prompts(
         self, trainer: L.Trainer | None, **changed: Any

@@ -17,16 +17,16 @@ from scipy.stats import beta as beta_distribution
 from torch import Tensor
 
 from lrlhf.datamodules import AdaptivePrompts, PromptDataModule, Weighted
-from lrlhf.datamodules.adaptive import AdaptiveLoader, PromptPool, PromptSource, learnability
+from lrlhf.datamodules.adaptive import AdaptiveLoader, PromptPool, learnability
 from lrlhf.datamodules.loading.loader import EpochOrder, Ranks
 from lrlhf.datamodules.loading.sources import Fetching
-from tests.datamodules.conftest import TOKENIZER, Rows, numbered_prompts, trainer
+from tests.datamodules.conftest import TOKENIZER, Rows, numbered_prompts
 
 ONES = torch.ones(4)
 
 
 def pool(size: int = 6, **options: Any) -> PromptPool:
-    sources = [PromptSource("", torch.arange(size), 1.0)]
+    sources = [("", torch.arange(size), 1.0)]
     return PromptPool(AdaptivePrompts(**options), sources, seed=3)
 
 
@@ -46,6 +46,7 @@ def loader(
         batch_size,
         fetching=Fetching(as_list),
         ranks=options.pop("ranks", Ranks()),
+        accept_changed=options.pop("accept_changed", ()),
         adaptive=AdaptivePrompts(**options),
     )
 
@@ -108,10 +109,10 @@ def test_the_posterior_halves_in_a_half_life() -> None:
     own.observe({2: torch.tensor([1.0, 1.0, 0.0, math.nan])})
     for _ in range(4):
         own.observe({0: torch.tensor([0.0])})
-    assert own.successes[2] == pytest.approx(1.0)
-    assert own.failures[2] == pytest.approx(0.5)
+    assert own.counts[0][2] == pytest.approx(1.0)
+    assert own.counts[1][2] == pytest.approx(0.5)
     # 1 + 2^-1/4 + 2^-2/4 + 2^-3/4
-    assert own.failures[0] == pytest.approx(1 + 0.840896415 + 0.707106781 + 0.594603558)
+    assert own.counts[1][0] == pytest.approx(1 + 0.840896415 + 0.707106781 + 0.594603558)
     expected = beta_distribution(0.5 + 1.0, 0.5 + 0.5).mean()
     assert own.success_rates[2] == pytest.approx(expected)
     assert own.success_rates[5] == 0.5
@@ -198,18 +199,22 @@ def test_weighted_sources_keep_their_weights() -> None:
     [
         (
             {"source_weights": {"a": 1.0}},
-            "names a, and the column 'source' of the train data has a, b",
+            "names a, and a train prompt has b in the column 'source'",
         ),
         (
             {"source_weights": {"a": 1.0, "b": 1.0}, "source_column": "task"},
-            "names a, b, and the column 'task' of the train data has None",
+            "names a, b, and a train prompt has None in the column 'task'",
+        ),
+        (
+            {"source_weights": {"a": 1.0, "b": 1.0, "c": 1.0}},
+            "source_weights: no train prompt is of c; drop it",
         ),
         (
             {
                 "source_weights": {"a": 1.0, "b": 1.0},
                 "order": EpochOrder([range(20), range(20, 40)], [1.0, 2.0], 7),
             },
-            "data.train has weights of its sources",
+            "data.train and prompt_sampler.source_weights both have weights",
         ),
     ],
 )
@@ -254,8 +259,7 @@ def test_every_number_of_ranks_draws_the_same(
         one.pool.observe({row: group for part in sampled for row, group in part.items()})
         assert logged == [one.pool.metrics()] * world
         for each in several:
-            assert torch.equal(each.pool.successes, one.pool.successes)
-            assert torch.equal(each.pool.failures, one.pool.failures)
+            assert torch.equal(each.pool.counts, one.pool.counts)
 
 
 @given(st.permutations(range(6)))
@@ -264,7 +268,7 @@ def test_the_order_of_observations_does_not_matter(order: Sequence[int]) -> None
     first, second = pool(), pool()
     for each, rows in ((first, range(6)), (second, order)):
         each.observe({row: scores[row].flip(0) if each is second else scores[row] for row in rows})
-    assert torch.equal(first.successes, second.successes)
+    assert torch.equal(first.counts, second.counts)
     assert torch.equal(first.probabilities(), second.probabilities())
 
 
@@ -291,7 +295,7 @@ def test_a_batch_is_drawn_from_what_was_scored_before_it_was_first_needed() -> N
     draws: dict[str, list[list[int]]] = {"right away": steps(right_away, 4), "late": []}
     draws["late"] = steps(late, 4, ahead=1)
     # the first two of the late ones were drawn from nothing
-    fresh = PromptPool(AdaptivePrompts(), [PromptSource("", torch.arange(40), 1.0)], seed=7)
+    fresh = PromptPool(AdaptivePrompts(), [("", torch.arange(40), 1.0)], seed=7)
     assert draws["late"][:2] == [fresh.draw(0, 8), fresh.draw(1, 8)]
     assert draws["right away"][0] == fresh.draw(0, 8)
     # the third from the scores of the first alone
@@ -321,8 +325,7 @@ def test_a_run_that_was_stopped_anywhere_draws_what_the_whole_run_draws(
             if len(seen) == 12:
                 break
     assert seen == expected
-    assert torch.equal(resumed.pool.successes, whole.pool.successes)
-    assert torch.equal(resumed.pool.failures, whole.pool.failures)
+    assert torch.equal(resumed.pool.counts, whole.pool.counts)
     assert all(
         key >= resumed.state_dict()["batches"] for key in resumed.state_dict()["prompts"]["drawn"]
     )
@@ -333,14 +336,18 @@ def test_a_resume_with_other_sizes_or_rows(caplog: pytest.LogCaptureFixture) -> 
     steps(before, 2, ahead=2)
     other_size = loader(batch_size=4)
     other_size.load_state_dict(before.state_dict())
-    assert torch.equal(other_size.pool.successes, before.pool.successes)
+    assert torch.equal(other_size.pool.counts, before.pool.counts)
     assert len(next(iter(other_size))) == 4
     without = {key: value for key, value in before.state_dict().items() if key != "prompts"}
     fresh = loader()
     with caplog.at_level(logging.WARNING):
         fresh.load_state_dict(without)
     assert "they start anew" in caplog.text
-    assert not fresh.pool.successes.any()
+    assert not fresh.pool.counts.any()
+    longer = loader(41, accept_changed=("rows", "data"))
+    longer.load_state_dict(before.state_dict())
+    assert longer.pool.counts.shape == (2, 41)
+    assert not longer.pool.counts.any()
 
 
 # ---- values that make no sense
@@ -352,12 +359,11 @@ def test_a_resume_with_other_sizes_or_rows(caplog: pytest.LogCaptureFixture) -> 
         ({"target": 0.0}, "hopeless, target and solved are 0.1, 0.0 and 0.9; they must ascend"),
         ({"hopeless": 0.6}, "must ascend"),
         ({"solved": 1.1}, "must ascend"),
-        ({"exploration": 0.0}, "exploration is 0.0; it must be above 0"),
-        ({"exploration": 1.5}, "at most 1"),
-        ({"half_life": 0.0}, "half_life is 0.0; it must be a number of iterations"),
+        ({"exploration": 0.0}, "exploration is 0.0; it must be above 0 and finite"),
+        ({"exploration": 1.5}, "exploration is 1.5; it is a share"),
+        ({"half_life": 0.0}, "half_life is 0.0; it must be above 0"),
         ({"half_life": math.inf}, "half_life is inf"),
-        ({"threshold": math.nan}, "threshold is nan; it must be finite"),
-        ({"source_weights": {"a": 0.0}}, "gives 'a' 0.0; it must be above 0"),
+        ({"source_weights": {"a": 0.0}}, "source_weights.a is 0.0; it must be above 0"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
@@ -380,17 +386,17 @@ def test_scores_need_a_threshold_unless_they_are_right_or_wrong() -> None:
 def test_a_score_without_a_threshold_changes_no_posterior() -> None:
     own = pool()
     own.observe({0: ONES})
-    before = own.successes.clone()
+    before = own.counts.clone()
     with pytest.raises(ValueError, match="neither 0 nor 1"):
         own.observe({0: ONES, 1: ONES / 2})
-    assert torch.equal(own.successes, before)
+    assert torch.equal(own.counts, before)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shuffle": False}, "shuffle is false, and prompt_sampler"),
-        ({"num_workers": 2}, "num_workers is 2, and prompt_sampler"),
+        ({"shuffle": False}, "prompt_sampler draws a batch when the one before is scored"),
+        ({"num_workers": 2}, "set num_workers: 0 and shuffle: true"),
         ({"prompt_sampler": {"goal": 0.5}}, "goal"),
     ],
 )
@@ -403,11 +409,12 @@ def test_a_data_module_refuses_what_does_not_go_with_the_sampler(
         )
 
 
-def test_overfitting_on_a_few_batches_is_refused() -> None:
+def test_a_source_without_a_weight_is_seen_before_a_run() -> None:
     data = PromptDataModule(
-        Rows(numbered_prompts(8)), tokenizer=TOKENIZER, prompt_sampler=AdaptivePrompts()
+        Rows(numbered_prompts(8)),
+        tokenizer=TOKENIZER,
+        prompt_sampler=AdaptivePrompts(source_column="number", source_weights={"0": 1.0}),
     )
-    data.trainer = trainer(overfit_batches=2)
-    data.setup("fit")
-    with pytest.raises(ValueError, match="overfit_batches repeats the same prompts"):
-        data.train_dataloader()
+    assert len(data.first_rows(None, 1)[0].rows) == 1
+    with pytest.raises(ValueError, match="a train prompt has 1 in the column 'number'"):
+        data.first_rows(None, 2)

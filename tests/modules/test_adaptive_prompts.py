@@ -49,7 +49,7 @@ def test_the_posteriors_are_what_the_responses_scored(build, train, prompts) -> 
     loader, expected = loader_of(run), counted(run.watcher.records)
     assert len(expected) < 16  # some were drawn twice before all had come once
     for row, letter in enumerate("abcdefghijklmnop"):
-        own = (float(loader.pool.successes[row]), float(loader.pool.failures[row]))
+        own = tuple(loader.pool.counts[:, row].tolist())
         assert own == pytest.approx(expected.get(f"say {letter}", (0.0, 0.0)))
     assert run.logged["prompts/unseen"] == 16 - len(expected)
     rates = [(0.5 + right) / (1 + right + wrong) for right, wrong in expected.values()]
@@ -58,23 +58,19 @@ def test_the_posteriors_are_what_the_responses_scored(build, train, prompts) -> 
 
 
 def test_prompts_that_dynamic_sampling_did_not_reach_are_not_counted(build, train, prompts) -> None:
-    module = build(
-        reward=starts_with_letter, dynamic_sampling=DynamicSampling(prompts=1), num_generations=8
-    )
-    answered = 0
-    collect = module.sampler._collector.collect
+    groups: list[int] = []
 
-    def counting(batch: Any, *args: Any, **options: Any) -> Any:
-        nonlocal answered
-        answered += len(batch)
-        return collect(batch, *args, **options)
+    def second_differs(completions: Sequence[str]) -> list[float]:
+        groups.append(len(completions))
+        return [float(len(groups) == 2 and row % 2 == 0) for row in range(len(completions))]
 
-    module.sampler._collector.collect = counting
-    own = data(prompts)
-    run = train(module, steps=1, data=own)
-    pool = loader_of(run).pool
-    assert answered == int((pool.successes + pool.failures > 0).sum()) < 4
-    assert float((pool.successes + pool.failures).sum()) == 8 * answered
+    module = build(reward=second_differs, dynamic_sampling=DynamicSampling(prompts=1))
+    pool = loader_of(train(module, data=data(prompts))).pool
+    assert groups == [4, 4]
+    counts = {(float(right), float(wrong)) for right, wrong in pool.counts.T}
+    # one all wrong, one half right, and fourteen without a response
+    assert counts == {(0.0, 4.0), (2.0, 2.0), (0.0, 0.0)}
+    assert int((pool.counts.sum(dim=0) > 0).sum()) == 2
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -99,10 +95,7 @@ def test_a_resumed_run_draws_the_same_prompts(
     rest = run(ckpt_path=str(checkpoint))
     assert asked(rest) == asked(whole)[stop:]
     assert_same(whole.after, rest.after)
-    for name in ("successes", "failures"):
-        assert torch.equal(
-            getattr(loader_of(rest).pool, name), getattr(loader_of(whole).pool, name)
-        )
+    assert torch.equal(loader_of(rest).pool.counts, loader_of(whole).pool.counts)
     in_order = [f"say {letter}" for letter in "abcdefghijklmnop"]
     epoch = [prompt for batch in asked(whole)[:4] for prompt in batch]
     assert {*epoch} < {*in_order}
@@ -113,4 +106,4 @@ def test_scores_between_right_and_wrong_stop_the_run(build, train, prompts) -> N
         train(build(reward=letters), data=data(prompts))
     run = train(build(reward=letters), data=data(prompts, threshold=0.3))
     rewarded = [record["score"] for record in run.records]
-    assert float(loader_of(run).pool.successes.sum()) == sum(score >= 0.3 for score in rewarded) > 0
+    assert float(loader_of(run).pool.counts[0].sum()) == sum(score >= 0.3 for score in rewarded) > 0

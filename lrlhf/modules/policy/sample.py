@@ -64,9 +64,7 @@ class HasObserve(Protocol):
 
     def observe(
         self, scores: Float[Tensor, "P G"], gather: Callable[[Any], list[Any]]
-    ) -> dict[str, float]:
-        """Take in the scores of the last batch; returns metrics. See `AdaptiveLoader.observe`."""
-        ...
+    ) -> dict[str, float]: ...
 
 
 class Sampler:
@@ -148,7 +146,10 @@ class Sampler:
             self._first.observe(measured.rollout.truncated, informative, num_generations=size)
             chats = any(not isinstance(prompt, str) for prompt in batch.prompts)
             self._constant.observe(measured.rewards, chats=chats)
-            _observe_prompts(measured.rewards.scores.view(-1, size), it)
+            if isinstance(loader := it.trainer.train_dataloader, HasObserve):
+                scores = measured.rewards.scores.view(-1, size)
+                for name, value in loader.observe(scores, it.ranks.gather).items():
+                    it.metrics.add(name, value, 1.0)
         self._engine.sleep()
         it.records = trained.records
         # environments are closed by now, and no tensor depends on what they said
@@ -423,14 +424,6 @@ def _upcoming_batch(it: Iteration, *, skip: int) -> PromptBatch:
             "not tell them: use PromptDataModule, or give the loader a method upcoming(skip)"
         )
     return loader.upcoming(skip).to(it.device)
-
-
-def _observe_prompts(scores: Float[Tensor, "P G"], it: Iteration) -> None:
-    """Tell the loader what the responses to the batch scored, if it draws by that."""
-    loader = it.trainer.train_dataloader
-    if isinstance(loader, HasObserve):
-        for name, value in loader.observe(scores, it.ranks.gather).items():
-            it.metrics.add(name, value, 1.0)
 
 
 def _measure_age(rollout: Rollout, it: Iteration) -> None:
