@@ -8,7 +8,9 @@ mean reward of sampled responses to held-out prompts reaches the goal.
 - *pool*: of a tenth of the prompts something can be learnt, half have no right answer, the others
   no wrong one. Evaluated are prompts of the first kind.
 - *ladder*: one to eight bytes count, so that long responses are hopeless before short ones are
-  learnt. Evaluated are the longest.
+  learnt. Evaluated are the longest, of both classes: a policy that does not read its prompt gets
+  half.
+- *letters*: the same with letters alone, so nothing has to be read.
 - *all informative*: every prompt has a success rate between 0.2 and 0.65 at the start, so there is
   nothing to win.
 
@@ -75,6 +77,7 @@ TASKS = {
         0.8,
         160,
     ),
+    "letters": Task({("+", size): 1 / 8 for size in range(1, 9)}, [("+", 8)], 0.8, 80),
     "all informative": Task({("+", 1): 0.5, ("-", 2): 0.5}, [("+", 1), ("-", 2)], 0.9, 60),
 }
 
