@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from lrlhf.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from lrlhf.datamodules.adaptive import AdaptivePrompts
     from lrlhf.datamodules.core import RowDataModule, RowKind
     from lrlhf.datamodules.datasets.ratings import RatedPairs, RatedText
     from lrlhf.datamodules.datasets.tasks import ReasoningGym
@@ -30,6 +31,7 @@ else:
     __getattr__ = lazy_exports(__name__)
 
 __all__ = [
+    "AdaptivePrompts",
     "BadDataError",
     "BadRow",
     "EvalLoader",

@@ -88,6 +88,7 @@ class RowKind(Generic[DraftT, RowT, BatchT]):
         cost: Tokens of a row, by which each train batch is shared out to the ranks; None for a
             row: not known, the order alone decides.
         companion: Makes what adds something to each train batch, see `Companion`.
+        loader: Makes the loader of the train rows.
         tokenizer: That rows are tokenised with.
         made_with: The rows are loaded again in a `setup` where these differ.
         dated: Today's date is in the tokens, so that they may differ from the checkpoint's.
@@ -107,6 +108,7 @@ class RowKind(Generic[DraftT, RowT, BatchT]):
     read: Callable[[RowT], RowT] | None = None
     cost: Callable[[RowT], int | None] | None = None
     companion: Callable[[], Companion[BatchT]] | None = None
+    loader: Callable[..., TrainLoader[RowT, BatchT]] = TrainLoader
     tokenizer: PreTrainedTokenizerBase | None = None
     made_with: tuple[object, ...] = ()
     dated: bool = False
@@ -441,7 +443,7 @@ class RowDataModule(ShowsOptions, L.LightningDataModule, Generic[RowT, BatchT]):
             )
         if self._loader is None:
             tolerated = ("tokens", "beside") if kind.dated else ()
-            self._loader = TrainLoader(
+            self._loader = kind.loader(
                 train.values,
                 self._order(kind, train, ranks.world),
                 self._batch_size,

@@ -12,11 +12,12 @@ from typing import Any
 import lightning as L
 from transformers import PreTrainedTokenizerBase
 
+from lrlhf.datamodules.adaptive import AdaptiveLoader, AdaptivePrompts
 from lrlhf.datamodules.core import RowKind, refuse_unreadable
 from lrlhf.datamodules.datasets.pretraining import DEFAULT_TEXT_COLUMN, PretrainingTexts
-from lrlhf.datamodules.loading.loader import data_ranks
+from lrlhf.datamodules.loading.loader import TrainLoader, data_ranks
 from lrlhf.datamodules.loading.sources import Data, entries_of
-from lrlhf.datamodules.loading.splits import Split
+from lrlhf.datamodules.loading.splits import FirstRows, Split
 from lrlhf.datamodules.loading.validation import Validation
 from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.chat import tokenize_prompts
@@ -71,6 +72,8 @@ class PromptDataModule(TextDataModule[PromptRow, PromptBatch]):
             group counts.
         max_prompt_tokens: Rows with longer prompts are left out and counted, never cut.
         deduplicate: Keep only the first of the rows with equal prompts.
+        prompt_sampler: Draw the prompts of most learnability, see `AdaptivePrompts`; None: every
+            prompt once in an epoch.
         pretraining: Texts of a second stream that goes into the policy's loss (PTX): sources as
             for ``train``, whose rows have a plain text, or whole dialogues in ``messages`` or
             ``conversations`` that the chat template renders. Every train batch carries some.
@@ -94,6 +97,7 @@ class PromptDataModule(TextDataModule[PromptRow, PromptBatch]):
         column_patterns: dict[str, str] | None = None,
         max_prompt_tokens: int | None = None,
         deduplicate: bool = False,
+        prompt_sampler: AdaptivePrompts | None = None,
         pretraining: Data | None = None,
         pretraining_batch_size: int | None = None,
         pretraining_column: str = DEFAULT_TEXT_COLUMN,
@@ -112,6 +116,12 @@ class PromptDataModule(TextDataModule[PromptRow, PromptBatch]):
         super().__init__(self._prompts, train, val, row_options=self._row_options, **options)
         self._max_tokens = max_prompt_tokens
         self._deduplicate = deduplicate
+        self._adaptive = prompt_sampler
+        if prompt_sampler is not None and (self._num_workers or not self._shuffle):
+            raise ValueError(
+                "prompt_sampler draws a batch when the one before is scored: set num_workers: 0 "
+                "and shuffle: true, or drop it"
+            )
         self._pretraining: PretrainingTexts | None = None
         if pretraining is not None:
             self._besides = entries_of(pretraining, "pretraining")
@@ -125,6 +135,13 @@ class PromptDataModule(TextDataModule[PromptRow, PromptBatch]):
                 max_bad_fraction=self._max_bad_fraction,
                 seed=self._seed,
             )
+
+    def first_rows(self, module: object, number: int) -> list[FirstRows[PromptRow]]:
+        train, *held_out = super().first_rows(module, number)
+        if self._adaptive is not None and self._adaptive.source_weights is not None:
+            for row in train.rows:
+                self._adaptive.source_of(row.columns)
+        return [train, *held_out]
 
     def _prompts(
         self, trainer: L.Trainer | None, **changed: Any
@@ -147,6 +164,9 @@ class PromptDataModule(TextDataModule[PromptRow, PromptBatch]):
             check=_without_duplicates if self._deduplicate else lambda split, _: split,
             read=media,
             companion=companion,
+            loader=partial(AdaptiveLoader, adaptive=self._adaptive)
+            if self._adaptive
+            else TrainLoader,
             tokenizer=tokenizer,
             made_with=(tokenizer,),
             dated=chat.dated,

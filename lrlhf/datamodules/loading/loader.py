@@ -322,6 +322,9 @@ class TrainLoader(Generic[RowT, BatchT]):
             logged.
     """
 
+    draws_epochs = True
+    """Whether an epoch has each row once, but for those that make no full batch."""
+
     def __init__(
         self,
         rows: Sequence[RowT],
@@ -358,7 +361,7 @@ class TrainLoader(Generic[RowT, BatchT]):
         self._done = 0
         self._resumed = False
         remainder = len(order) % (batch_size * ranks.world)
-        if remainder:
+        if remainder and self.draws_epochs:
             rank_zero_only(logger.info)(
                 "an epoch has %d batches; the last %d of its %d rows make no full batch and are "
                 "left out, other rows in every epoch",
@@ -403,7 +406,7 @@ class TrainLoader(Generic[RowT, BatchT]):
             digests["beside"] = "-".join(fingerprint(self._companion.rows))
         return {name: digest for name, digest in digests.items() if digest}
 
-    def state_dict(self) -> dict[str, int | str]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the position in the stream and the rows' digests, the same on every rank."""
         return {
             "batches": self._done,

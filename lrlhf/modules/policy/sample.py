@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -57,6 +57,15 @@ class HasUpcoming(Protocol):
     def upcoming(self, skip: int = 0) -> PromptBatch:
         """Return the batch after the next ``skip`` ones, and leave the position where it is."""
         ...
+
+
+@runtime_checkable
+class HasObserve(Protocol):
+    """A loader that draws prompts by what the responses to earlier ones have scored."""
+
+    def observe(
+        self, scores: Float[Tensor, "P G"], gather: Callable[[Any], list[Any]]
+    ) -> dict[str, float]: ...
 
 
 class Sampler:
@@ -141,6 +150,10 @@ class Sampler:
             self._first.observe(measured.rollout.truncated, informative, num_generations=size)
             chats = any(not isinstance(prompt, str) for prompt in batch.prompts)
             self._constant.observe(measured.rewards, chats=chats)
+            if isinstance(loader := it.trainer.train_dataloader, HasObserve):
+                scores = measured.rewards.scores.view(-1, size)
+                for name, value in loader.observe(scores, it.ranks.gather).items():
+                    it.metrics.add(name, value, 1.0)
         self._engine.sleep()
         it.records = trained.records
         # environments are closed by now, and no tensor depends on what they said
