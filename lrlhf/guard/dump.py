@@ -28,6 +28,7 @@ from lrlhf.types import (
     Media,
     PreferenceBatch,
     Rollout,
+    SamplingMask,
     SequenceBatch,
     StepBatch,
     TeacherTokens,
@@ -36,7 +37,15 @@ from lrlhf.types import (
 
 _KINDS: dict[str, type[TensorBatch]] = {
     kind.__name__: kind
-    for kind in (Experience, PreferenceBatch, Rollout, SequenceBatch, StepBatch, TeacherTokens)
+    for kind in (
+        Experience,
+        PreferenceBatch,
+        Rollout,
+        SamplingMask,
+        SequenceBatch,
+        StepBatch,
+        TeacherTokens,
+    )
 }
 
 

@@ -441,6 +441,10 @@ def _factors(evidence: Evidence, name: str) -> Iterator[Answer]:
             yield Answer("ratio", "fault", text, {"temperature": value}, places)
         elif kind == "renormalised":
             found, mass = _kept_by(evidence, columns)
+            if all(_same_set(column) for column in columns):
+                text = f"trainer and engine are both renormalised over {found} {share}"
+                yield Answer("ratio", "sound", text, {"kept": found, "mass": mass})
+                continue
             text = (
                 f"the {title} are renormalised over {found} {share}: the ratio has a factor of "
                 f"{mass:.3g} on average"
@@ -453,6 +457,15 @@ def _factors(evidence: Evidence, name: str) -> Iterator[Answer]:
             yield Answer(
                 "ratio", "fault", f"the {title} are those of {weights} {share}", {}, places
             )
+
+
+def _same_set(column: _Column) -> bool:
+    """Whether the trainer is renormalised as the engine is (keep sampling mask)."""
+    row = column.row
+    if not {"old", "sampling"} <= row.tokens.keys():
+        return False
+    gap = (row.tokens["old"] - row.tokens["sampling"])[row.written].abs()
+    return bool((gap <= 3 * column.bound).all())
 
 
 def _kept_by(evidence: Evidence, columns: Sequence[_Column]) -> tuple[str, float]:
