@@ -1,16 +1,19 @@
 """Training on responses sampled with top_p, with and without their sampling masks.
 
-The policy and the task are those of `benchmarks/sensitivity.py`: tiny, with random weights, and a
-reward that depends on the prompt. Each iteration has several clipped optimizer steps. Compared are
+The policy is that of `benchmarks/sensitivity.py`, tiny and with random weights, and an iteration
+has several clipped optimizer steps. One reward, *signs*, is that of the same benchmark. The other,
+*noise*, is a random number that no policy can raise: whatever a run does to the policy under it is
+bias. Compared are
 
 - *no truncation*: ``top_p`` 1;
 - *sampling mask*: probabilities are renormalised over the ids that were left, the default;
 - *allowed bias*: ``allow_truncated_sampling``, probabilities over all ids on both sides;
-- *engine's ratio*: the ratio of a trainer that has heard nothing of the truncation, the policy's
-  probability over all ids divided by the engine's over those that were left.
+- *engine's ratio*: what a trainer computes that ignores the truncation, the policy's probability
+  over all ids divided by the engine's over those that were left.
 
-Scores are those of the responses as sampled; the entropy is the policy's over all ids, in nats per
-token of these responses; the log-ratio is that before the first step of an iteration.
+Scores are those of the responses as sampled, the entropy is the policy's over all ids in nats per
+token of these responses, and the log-ratio is that before the first step of an iteration. What is
+in the folder already is not trained again.
 
     python -m benchmarks.truncated_sampling [--top-p 0.8] [--iterations 60] [--seeds 1 2 3]
 """
@@ -21,6 +24,7 @@ import argparse
 import contextlib
 import importlib
 import io
+import json
 import logging
 import tempfile
 import warnings
@@ -43,6 +47,16 @@ from lrlhf.rollout import EngineWrapper, RolloutListener, Sampling, Transformers
 from lrlhf.types import Experience, Rollout
 from tests.conftest import build_language_model
 from tests.modules.policy_runs import fit
+
+
+def noise(completions: Sequence[str]) -> list[float]:
+    """Return numbers that have nothing to do with the responses."""
+    numbers: list[float] = torch.randn(len(completions)).tolist()
+    return numbers
+
+
+REWARDS: Mapping[str, Any] = {"signs": as_asked, "noise": noise}
+FORMS = ("no truncation", "sampling mask", "allowed bias", "engine's ratio")
 
 
 class EngineRatio(EngineWrapper):
@@ -90,23 +104,23 @@ class Curve(RolloutListener, L.Callback):
         )
 
 
-def run(form: str, top_p: float, seed: int, iterations: int, lr: float) -> list[Point]:
+def run(form: str, reward: str, seed: int, chosen: argparse.Namespace) -> list[Point]:
     """Train once."""
     L.seed_everything(seed, verbose=False)
-    curve = Curve()
-    engine = TransformersEngine()
+    curve, engine = Curve(), TransformersEngine()
+    top_p = 1.0 if form == "no truncation" else chosen.top_p
     module = RLOO(
         build_language_model(TOKENIZER),
-        Rewards([as_asked]),
+        Rewards([REWARDS[reward]]),
         tokenizer=TOKENIZER,
         algorithm="grpo",
         engine=EngineRatio(engine) if form == "engine's ratio" else engine,
         num_generations=8,
-        sampling=Sampling(max_new_tokens=TOKENS, top_p=1.0 if form == "no truncation" else top_p),
+        sampling=Sampling(max_new_tokens=TOKENS, top_p=top_p),
         allow_truncated_sampling=form in ("allowed bias", "engine's ratio"),
         reference=Reference(kl_coef=0.0),
         update=Update(num_iterations=2, num_minibatches=2),
-        optimizer=OptimizerConfig(lr=lr),
+        optimizer=OptimizerConfig(lr=chosen.lr),
         seed=seed,
     )
     rows = [{"prompt": text} for text in PROMPTS * 2]
@@ -116,14 +130,20 @@ def run(form: str, top_p: float, seed: int, iterations: int, lr: float) -> list[
             module,
             Path(folder),
             Path(folder),
-            steps=iterations,
+            steps=chosen.iterations,
             callbacks=[curve],
             data=PromptDataModule(rows, batch_size=8, seed=seed),
         )
     return curve.points
 
 
-FORMS = ("no truncation", "sampling mask", "allowed bias", "engine's ratio")
+def trained(form: str, reward: str, seed: int, chosen: argparse.Namespace) -> list[Point]:
+    """Return the points of a run, from the folder if they are there."""
+    path = chosen.folder / f"{reward}.{form.replace(' ', '_')}.{seed}.json"
+    if not path.is_file():
+        points = run(form, reward, seed, chosen)
+        path.write_text(json.dumps(points))
+    return [Point(*point) for point in json.loads(path.read_text())]
 
 
 def main() -> None:
@@ -132,28 +152,30 @@ def main() -> None:
     parser.add_argument("--top-p", type=float, default=0.8)
     parser.add_argument("--iterations", type=int, default=60)
     parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--rewards", nargs="+", choices=REWARDS, default=[*REWARDS])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--folder", type=Path, default=Path("runs/truncated_sampling"))
     parser.add_argument("--out", type=Path, default=Path("truncated_sampling.png"))
     chosen = parser.parse_args()
+    chosen.folder.mkdir(parents=True, exist_ok=True)
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric", "lrlhf"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    print("| | score at the end | mean score | entropy at the end | log-ratio at the start |")  # noqa: T201
+    print("| reward | | score | entropy at the end | log-ratio before the first step |")  # noqa: T201
     print("|---|---|---|---|---|")  # noqa: T201
-    curves: dict[str, list[list[Point]]] = {}
-    for form in FORMS:
-        runs = [
-            run(form, chosen.top_p, seed, chosen.iterations, chosen.lr) for seed in chosen.seeds
-        ]
-        curves[form] = runs
-        columns = (
-            [_mean(points[-5:], "score") for points in runs],
-            [_mean(points, "score") for points in runs],
-            [_mean(points[-5:], "entropy") for points in runs],
-            [_mean(points, "log_ratio") for points in runs],
-        )
-        cells = [f"{mean:.3f} ± {width:.3f}" for mean, width in map(interval, columns)]
-        print(f"| {form} | {' | '.join(cells)} |", flush=True)  # noqa: T201
+    curves: dict[str, dict[str, list[list[Point]]]] = {}
+    for reward in chosen.rewards:
+        curves[reward] = {}
+        for form in FORMS:
+            runs = [trained(form, reward, seed, chosen) for seed in chosen.seeds]
+            curves[reward][form] = runs
+            columns = (
+                [_mean(points[-5:], "score") for points in runs],
+                [_mean(points[-5:], "entropy") for points in runs],
+                [_mean(points, "log_ratio") for points in runs],
+            )
+            cells = [f"{mean:.3f} ± {width:.3f}" for mean, width in map(interval, columns)]
+            print(f"| {reward} | {form} | {' | '.join(cells)} |", flush=True)  # noqa: T201
     draw(curves, chosen.out)
 
 
@@ -161,17 +183,21 @@ def _mean(points: Sequence[Point], name: str) -> float:
     return sum(getattr(point, name) for point in points) / len(points)
 
 
-def draw(curves: Mapping[str, Sequence[Sequence[Point]]], path: Path) -> None:
-    """Draw each seed thin, and their mean."""
-    figure = importlib.import_module("matplotlib.figure").Figure((11, 3.6), layout="constrained")
-    titles = ("score", "entropy over all ids (nats)", "mean log-ratio before the first step")
-    for panel, name, title in zip(figure.subplots(1, 3), Point._fields, titles, strict=True):
-        for colour, (form, runs) in enumerate(curves.items()):
-            values = torch.tensor([[getattr(point, name) for point in points] for points in runs])
-            panel.plot(values.T, f"C{colour}", alpha=0.25, linewidth=0.8)
-            panel.plot(values.mean(dim=0), f"C{colour}", label=form)
-        panel.set(xlabel="iteration", title=title)
-        panel.grid(alpha=0.3)
+def draw(curves: Mapping[str, Mapping[str, Sequence[Sequence[Point]]]], path: Path) -> None:
+    """Draw a row of panels for each reward: the seeds thin, and their mean."""
+    size = (11, 0.4 + 3.2 * len(curves))
+    figure = importlib.import_module("matplotlib.figure").Figure(size, layout="constrained")
+    titles = ("score", "entropy over all ids (nats)", "log-ratio before the first step")
+    panels = iter(figure.subplots(len(curves), 3, squeeze=False).flat)
+    for reward, forms in curves.items():
+        for name, title in zip(Point._fields, titles, strict=True):
+            panel = next(panels)
+            for colour, (form, runs) in enumerate(forms.items()):
+                values = torch.tensor([[getattr(each, name) for each in own] for own in runs])
+                panel.plot(values.T, f"C{colour}", alpha=0.25, linewidth=0.8)
+                panel.plot(values.mean(dim=0), f"C{colour}", label=form)
+            panel.set(xlabel="iteration", title=f"{reward}: {title}")
+            panel.grid(alpha=0.3)
     figure.axes[0].legend()
     figure.savefig(path, dpi=110)
 

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lrlhf.apps.verify import VerifyRollouts
 from lrlhf.callbacks import RolloutLog
 from lrlhf.datamodules import PromptDataModule, ReplayDataModule
 from lrlhf.environments import Episodes
+from lrlhf.guard.dump import StepBundle, read_bundle, write_bundle
 from lrlhf.models import CausalLM
 from lrlhf.modules import PPO, RLOO, DynamicSampling, Reference, Teacher, Update
 from lrlhf.rewards import Rewards
@@ -29,7 +31,7 @@ from lrlhf.rollout import (
     VLLMEngine,
     VLLMServerEngine,
 )
-from lrlhf.types import Rollout
+from lrlhf.types import Experience, Rollout
 from tests.conftest import build_language_model
 from tests.modules.policy_runs import Run, assert_same, sgd
 from tests.modules.test_episode_runs import Letters
@@ -397,3 +399,27 @@ def test_a_teacher_of_stored_sets_is_refused(
     options: dict[str, Any] = {"teacher": Teacher(model=other_model), "algorithm": "dapo"}
     with pytest.raises(ValueError, match="the teacher's over all: sample"):
         train(build(sampling=replace(TOP_P, top_p=1.0), **options), data=data)
+
+
+def test_a_dump_holds_the_sets(build, train, tmp_path: Path) -> None:
+    run = train(build(sampling=TOP_P))
+    bundle = StepBundle(
+        stage="policy", batches={"part": run.experience}, seeds=[(1, 2)], context={}
+    )
+    write_bundle(tmp_path, 0, bundle)
+    part = read_bundle(tmp_path, 0).batches["part"]
+    assert isinstance(part, Experience)
+    assert sets_of(part) == sets_of(run.experience)
+
+
+def test_verify_takes_the_same_set_on_both_sides_for_no_factor_in_the_ratio(build, train) -> None:
+    update = Update(num_minibatches=2)
+    options: dict[str, Any] = {"sampling": Sampling(max_new_tokens=6, top_k=20), "update": update}
+    run = train(build(**options), callbacks=[VerifyRollouts(every=1, stop=True)])
+    assert run.logged["verify/faults"] == 0
+    # of a trainer over the whole vocabulary it is one
+    with pytest.raises(RuntimeError, match="renormalised over top-k 20"):
+        train(
+            build(allow_truncated_sampling=True, **options),
+            callbacks=[VerifyRollouts(every=1, stop=True)],
+        )

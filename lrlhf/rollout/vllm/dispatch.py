@@ -25,15 +25,8 @@ from lrlhf.rollout.vllm.vllm_base import NO_NUMBER, read_response
 
 
 class _TopLogprob(msgspec.Struct):
+    token_id: int
     logprob: float
-    token: str = ""
-    """``token_id:7``, of vLLM 0.32."""
-    token_id: int | None = None
-    """Of later versions."""
-
-    @property
-    def id(self) -> int:
-        return int(self.token.removeprefix("token_id:")) if self.token_id is None else self.token_id
 
 
 class _Logprob(msgspec.Struct):
@@ -129,7 +122,7 @@ def decode_response(
     if num_logprobs:
         steps = zip(choice.token_ids, choice.logprobs.content, strict=False)
         largest = [
-            {**{top.id: top.logprob for top in step.top_logprobs}, token: step.logprob}
+            {top.token_id: top.logprob for top in step.top_logprobs} | {token: step.logprob}
             for token, step in steps
         ]
     response = read_response(choice.token_ids, logprobs, choice.finish_reason, largest)
