@@ -15,7 +15,7 @@ Scores are those of the responses as sampled, the entropy is the policy's over a
 token of these responses, and the log-ratio is that before the first step of an iteration. What is
 in the folder already is not trained again.
 
-    python -m benchmarks.truncated_sampling [--top-p 0.8] [--iterations 60] [--seeds 1 2 3]
+    python -m benchmarks.truncated_sampling [--top-p 0.8] [--iterations 50] [--seeds 1 2 3]
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def main() -> None:
     """Print a table, and draw the curves."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
     parser.add_argument("--top-p", type=float, default=0.8)
-    parser.add_argument("--iterations", type=int, default=60)
+    parser.add_argument("--iterations", type=int, default=50)
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--rewards", nargs="+", choices=REWARDS, default=[*REWARDS])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
@@ -199,7 +199,7 @@ def draw(curves: Mapping[str, Mapping[str, Sequence[Sequence[Point]]]], path: Pa
             panel.set(xlabel="iteration", title=f"{reward}: {title}")
             panel.grid(alpha=0.3)
     figure.axes[0].legend()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=80)
 
 
 if __name__ == "__main__":

@@ -124,14 +124,7 @@ def token_statistics(
 
         logprobs[n] = z[n, targets[n]] - log Σ_{v ∈ S_n} exp z[n, v]
 
-    Args:
-        hidden: Hidden state that predicts each token.
-        lm_head: See `token_logprobs`, as the others.
-        targets: Id of each token, which its support must hold.
-        temperature: Sampling temperature that the policy is trained at.
-        chunk_size: Rows whose logits may exist at the same time.
-        return_entropy: Also return the entropy of every row's distribution.
-        support: S_n, what truncated sampling left of the ids; None: all of them.
+    ``support`` has the ids S_n that truncated sampling left, the target among them; None: all ids.
     """
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; it must be above 0")

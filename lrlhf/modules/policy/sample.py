@@ -664,16 +664,11 @@ def check_engine(engine: RolloutEngine, settings: PolicySettings) -> None:
         )
     most = can.max_sampling_mask
     if settings.keeps_mask and most is not None and not 0 < settings.sampling.top_k <= most:
+        bound = f"only with sampling.top_k from 1 to {most}: set it too" if most else "in no case"
         raise ValueError(
             "sampling.top_p, top_k, min_p or min_new_tokens cuts tokens off, and "
-            f"{type(engine).__name__} "
-            + (
-                f"returns which tokens were left only with sampling.top_k from 1 to {most} (the "
-                f"others may be set as well): set it"
-                if most
-                else "does not return which tokens were left: set them to 1.0, 0, 0.0 and 0"
-            )
-            + ", or take lrlhf.rollout.TransformersEngine (eval_sampling may cut)"
+            f"{type(engine).__name__} returns which were left {bound}, set them to 1.0, 0, 0.0 and "
+            "0, or take lrlhf.rollout.TransformersEngine (eval_sampling may cut)"
         )
     biased = settings.sampling.truncates and settings.allow_truncated_sampling
     if biased and not can.reports_kept_mass:

@@ -104,10 +104,8 @@ class TokenSampler(LogitsProcessor):
             return None
         sizes, ids = zip(*self._left, strict=True)
         by_step = SamplingMask(sizes=torch.stack(sizes), ids=torch.cat(ids))
-        return SamplingMask(
-            sizes=by_step.sizes.T.contiguous(),
-            ids=by_step.ids_at(by_step.starts.T, by_step.sizes.T),
-        )
+        rows = by_step.sizes.T.contiguous()
+        return SamplingMask(sizes=rows, ids=by_step.ids_at(by_step.starts.T, rows))
 
     def _hot(self, input_ids: Int[Tensor, "B L"], scores: Float[Tensor, "B V"]) -> Tensor:
         """Return log-probabilities of the first token's sampling distribution (FIRE)."""

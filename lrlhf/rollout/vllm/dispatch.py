@@ -96,14 +96,7 @@ _DECODER = msgspec.json.Decoder(_GenerateResponse)
 def decode_response(
     content: bytes, prompt: Sequence[int], versions: Mapping[str, int], *, num_logprobs: int = 0
 ) -> Response:
-    """Decode the JSON of a response.
-
-    Args:
-        content: The JSON.
-        prompt: Which it has to answer.
-        versions: Training iterations behind the weights, by version at the server.
-        num_logprobs: Log-probabilities per token that were requested for the sampling mask; 0: no
-            mask.
+    """Decode the JSON of a response, with a sampling mask if ``num_logprobs`` were requested.
 
     Raises:
         EngineFailure: It is invalid, answers another prompt, or has a token of other weights than
@@ -120,11 +113,8 @@ def decode_response(
     logprobs = [math.nan if value <= NO_NUMBER else value for value in values]
     largest = None
     if num_logprobs:
-        steps = zip(choice.token_ids, choice.logprobs.content, strict=False)
-        largest = [
-            {top.token_id: top.logprob for top in step.top_logprobs} | {token: step.logprob}
-            for token, step in steps
-        ]
+        steps = [step.top_logprobs for step in choice.logprobs.content]
+        largest = [{top.token_id: top.logprob for top in step} for step in steps]
     response = read_response(choice.token_ids, logprobs, choice.finish_reason, largest)
     if not choice.token_ids:
         raise EngineFailure("vLLM answered without a token")

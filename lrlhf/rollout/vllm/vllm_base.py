@@ -388,18 +388,10 @@ def read_response(
     finish_reason: str | None,
     largest: Sequence[Mapping[int, float]] | None = None,
 ) -> Response:
-    """Convert a response of vLLM.
+    """Convert a response of vLLM; raises `EngineFailure` if it was aborted or is not complete.
 
-    Args:
-        token_ids: The tokens.
-        logprobs: Of each token.
-        finish_reason: Why it ended.
-        largest: The largest log-probabilities at each token by id, from which the sampling mask is
-            read off; None: no mask was requested.
-
-    Raises:
-        EngineFailure: It was aborted or is not complete.
-        ValueError: Ids were left of which no log-probability was returned.
+    The sampling mask is read off the ``largest`` log-probabilities at each token, by id; raises
+    ``ValueError`` if they are not those of all ids that were left. None: no mask was requested.
     """
     if finish_reason not in ("stop", "length") or len(token_ids) != len(logprobs):
         raise EngineFailure(
