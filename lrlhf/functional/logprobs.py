@@ -168,11 +168,11 @@ def _head_logprobs(
     chunks = list(
         zip(torch.split(hidden, chunk_size), torch.split(targets, chunk_size), strict=True)
     )
-    for number, (rows, ids) in enumerate(chunks):
+    for number, (rows, ids) in enumerate(chunks, start=1):
         # The head may hold trained parameters of its own, so only the grad mode decides. The last
         # chunk's logits would be computed again first of all: keeping them needs no more memory.
-        start = number * chunk_size
-        if torch.is_grad_enabled() and number < len(chunks) - 1:
+        start = (number - 1) * chunk_size
+        if torch.is_grad_enabled() and number < len(chunks):
             parts.append(checkpoint(of_chunk, rows, ids, start, use_reentrant=False))
         else:
             parts.append(of_chunk(rows, ids, start))
