@@ -169,6 +169,52 @@ def _map_media(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class SamplingMask(TensorBatch):
+    """The ids that truncated sampling (top_p, top_k, min_p) left to choose from at each token.
+
+    As ragged rows (CSR): 4 bytes for each id that was left, and 4 for each token.
+
+    Reference:
+        "Keep sampling mask" of DeepSeek-V3.2, section 3.1, https://arxiv.org/abs/2512.02556
+    """
+
+    sizes: Int[Tensor, "B T"]
+    """How many ids were left; 0: all, or the token was not sampled."""
+    ids: Int[Tensor, " E"]
+    """Those of one token after the other, row by row."""
+
+    @property
+    def starts(self) -> Int[Tensor, "B T"]:
+        """Where the ids of each token begin."""
+        sizes = self.sizes.long().flatten()
+        return (sizes.cumsum(0) - sizes).view_as(self.sizes)
+
+    def ids_at(self, starts: Int[Tensor, "*dims"], sizes: Int[Tensor, "*dims"]) -> Tensor:
+        """Return the ids of some tokens, one after the other, `[E']`."""
+        sizes = sizes.long().flatten()
+        shift = starts.flatten() - (sizes.cumsum(0) - sizes)
+        index = torch.repeat_interleave(shift, sizes)
+        return self.ids[index + torch.arange(len(index), device=index.device)]
+
+    def select(self, rows: Int[Tensor, " N"]) -> SamplingMask:
+        return self._at(rows.to(self.sizes.device))
+
+    def rows(self) -> list[SamplingMask]:
+        """Return the mask of each row."""
+        ids = torch.split(self.ids, self.sizes.sum(dim=1).tolist())
+        sizes = torch.split(self.sizes, 1)
+        return [SamplingMask(sizes=each, ids=own) for each, own in zip(sizes, ids, strict=True)]
+
+    def columns(self, start: int, end: int) -> SamplingMask:
+        """Return the mask of some columns of all rows."""
+        return self._at((slice(None), slice(start, end)))
+
+    def _at(self, index: Any) -> SamplingMask:
+        sizes = self.sizes[index]
+        return SamplingMask(sizes=sizes, ids=self.ids_at(self.starts[index], sizes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class SequenceBatch(TensorBatch):
     """Token sequences, right-padded."""
 
@@ -186,6 +232,8 @@ class SequenceBatch(TensorBatch):
     row's tokens before its left neighbour, and sees what that one sees. 0 of a token that follows
     its neighbour; None: all do. A conversation whose history was rewritten is one row so, a tree
     whose branches stand one after the other."""
+    sampling_mask: SamplingMask | None = None
+    """What models renormalise the probabilities of each token over; None: all ids."""
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -414,18 +462,21 @@ class Rollout(SequenceBatch):
 
     @property
     def engine_logprobs(self) -> Float[Tensor, "B T"]:
-        """What the engine gave each token over the whole vocabulary.
+        """What the engine gave each token over the ids that the policy is normalised over.
 
-        Tokens that top_p, top_k or min_p cut off raise the probability of the others; that is no
-        difference between engine and trainer.
+        With a ``sampling_mask`` those that were left. Without, all: tokens that top_p, top_k or
+        min_p cut off raise the probability of the others, and that is no difference between engine
+        and trainer.
         """
-        if self.kept_mass is None:
+        if self.kept_mass is None or self.sampling_mask is not None:
             return self.sampling_logprobs
         return self.sampling_logprobs + self.kept_mass.log()
 
 
 ROLLOUT_TENSORS = tuple(
-    field.name for field in fields(Rollout) if field.name not in ("media", "episodes", "teacher")
+    field.name
+    for field in fields(Rollout)
+    if field.name not in ("media", "episodes", "teacher", "sampling_mask")
 )
 """The fields of a `Rollout` that are tensors with a row for each response."""
 

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from lrlhf.functional.linear_logprobs import LinearHead, linear_logprobs
-from lrlhf.functional.online_softmax import OnlineSoftmax, RowGradients, logits_gradient
+from lrlhf.functional.online_softmax import OnlineSoftmax, RowGradients, Support, logits_gradient
 
 OutputHead: TypeAlias = Callable[[Tensor], Tensor]
 """Hidden states ``[N, H]`` to logits ``[N, V]``."""
@@ -32,7 +32,7 @@ class TokenStatistics(NamedTuple):
     logprobs: Float[Tensor, "*dims"]
     """At least float32, in nats."""
     entropy: Float[Tensor, "*dims"] | None
-    """Of the whole distribution, likewise; None: not asked for."""
+    """Of the distribution over all ids, or over the support; None: not asked for."""
     is_top: Bool[Tensor, "*dims"]
     """Whether no other token is more probable."""
 
@@ -118,8 +118,14 @@ def token_statistics(
     temperature: float = 1.0,
     chunk_size: int = 1024,
     return_entropy: bool = False,
+    support: Support | None = None,
 ) -> TokenStatistics:
-    """Compute what `token_logprobs` does, and whether each target is the most probable token."""
+    """Compute what `token_logprobs` does, and whether each target is the most probable token.
+
+        logprobs[n] = z[n, targets[n]] - log Σ_{v ∈ S_n} exp z[n, v]
+
+    ``support`` has the ids S_n that truncated sampling left, the target among them; None: all ids.
+    """
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; it must be above 0")
     if chunk_size < 1:
@@ -134,10 +140,11 @@ def token_statistics(
             temperature=temperature,
             chunk_size=chunk_size,
             return_entropy=return_entropy,
+            support=support,
         )
     else:
         statistics = _head_logprobs(
-            hidden, lm_head, targets, temperature, chunk_size, return_entropy
+            hidden, lm_head, targets, temperature, chunk_size, return_entropy, support
         )
     return TokenStatistics(*statistics)
 
@@ -149,10 +156,12 @@ def _head_logprobs(
     temperature: float,
     chunk_size: int,
     return_entropy: bool,
+    support: Support | None,
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None, Bool[Tensor, " N"]]:
-    def of_chunk(rows: Tensor, ids: Tensor) -> Any:
+    def of_chunk(rows: Tensor, ids: Tensor, start: int) -> Any:
+        own = support and support.select(slice(start, start + len(ids)))
         return _LogitsLogprob.apply(  # type: ignore[no-untyped-call]
-            head(rows), ids, temperature, return_entropy
+            head(rows), ids, temperature, return_entropy, own
         )
 
     parts = []
@@ -162,10 +171,11 @@ def _head_logprobs(
     for number, (rows, ids) in enumerate(chunks, start=1):
         # The head may hold trained parameters of its own, so only the grad mode decides. The last
         # chunk's logits would be computed again first of all: keeping them needs no more memory.
+        start = (number - 1) * chunk_size
         if torch.is_grad_enabled() and number < len(chunks):
-            parts.append(checkpoint(of_chunk, rows, ids, use_reentrant=False))
+            parts.append(checkpoint(of_chunk, rows, ids, start, use_reentrant=False))
         else:
-            parts.append(of_chunk(rows, ids))
+            parts.append(of_chunk(rows, ids, start))
     logprobs, is_top = (torch.cat([part[column] for part in parts]) for column in (0, 2))
     return logprobs, torch.cat([part[1] for part in parts]) if return_entropy else None, is_top
 
@@ -175,11 +185,16 @@ class _LogitsLogprob(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, return_entropy: bool
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        temperature: float,
+        return_entropy: bool,
+        support: Support | None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.temperature = temperature
-        scaled = _scaled(logits, temperature)
+        ctx.temperature, ctx.support = temperature, support
+        scaled = _scaled(logits, temperature, support)
         softmax = OnlineSoftmax(targets, scaled.dtype, entropy=return_entropy)
         softmax.add(scaled, _scratch(scaled, return_entropy), rows=slice(None), start=0)
         result = softmax.result()
@@ -191,23 +206,28 @@ class _LogitsLogprob(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _of_is_top: None
-    ) -> tuple[Tensor | None, None, None, None]:
+    ) -> tuple[Tensor | None, None, None, None, None]:
         if grad_logprobs is None and grad_entropy is None:
-            return None, None, None, None
+            return None, None, None, None, None
         logits, targets, normalizer, entropy = ctx.saved_tensors
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(normalizer)
-        scaled = _scaled(logits, ctx.temperature)
+        scaled = _scaled(logits, ctx.temperature, ctx.support)
         rows = RowGradients(targets, normalizer, entropy, grad_logprobs, grad_entropy)
         scratch = _scratch(scaled, grad_entropy is not None)
         gradient = logits_gradient(scaled, scratch, rows.scaled(1 / ctx.temperature), start=0)
-        return gradient.to(logits.dtype), None, None, None
+        return gradient.to(logits.dtype), None, None, None, None
 
 
-def _scaled(logits: Float[Tensor, "C V"], temperature: float) -> Float[Tensor, "C V"]:
+def _scaled(
+    logits: Float[Tensor, "C V"], temperature: float, support: Support | None
+) -> Float[Tensor, "C V"]:
     """Copy logits that are not ours into a buffer to compute in."""
     wide = torch.promote_types(logits.dtype, torch.float32)
-    return logits.detach().to(wide, copy=True).div_(temperature)
+    scaled = logits.detach().to(wide, copy=True).div_(temperature)
+    if support is not None:
+        support.restrict(scaled)
+    return scaled
 
 
 def _scratch(scaled: Float[Tensor, "C V"], entropy: bool) -> list[Tensor]:

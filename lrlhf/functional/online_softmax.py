@@ -13,6 +13,40 @@ _FAR = -1e4
 0 · -inf would make NaN of a token that the head rules out."""
 
 
+class Support(NamedTuple):
+    """Ids that the distribution of each row is renormalised over, as ragged rows (CSR)."""
+
+    ids: Int[Tensor, " E"]
+    sizes: Int[Tensor, " N"]
+    """0: all ids."""
+    offsets: Int[Tensor, " N1"]
+    """Where those of each row begin, and the end; on the CPU."""
+
+    @classmethod
+    def of(cls, ids: Int[Tensor, " E"], sizes: Int[Tensor, " N"]) -> Support:
+        """Return the support of rows that have ``sizes`` of the ``ids`` each."""
+        return cls(ids, sizes, torch.nn.functional.pad(sizes.cpu().long().cumsum(0), (1, 0)))
+
+    def select(self, rows: slice) -> Support:
+        """Return that of some rows."""
+        offsets = self.offsets[rows.start : rows.stop + 1]
+        first, last = int(offsets[0]), int(offsets[-1])
+        return Support(self.ids[first:last], self.sizes[rows], offsets - first)
+
+    def restrict(self, logits: Float[Tensor, "N C"], *, start: int = 0) -> None:
+        """Set the logits of all other ids to -inf; ``start`` is the id of the first column."""
+        height, width = logits.shape
+        local = self.ids.long() - start
+        # what belongs to other blocks goes into a column of its own
+        local = torch.where((local >= 0) & (local < width), local, width)
+        row = torch.repeat_interleave(
+            torch.arange(height, device=logits.device), self.sizes, output_size=len(local)
+        )
+        outside = (self.sizes > 0)[:, None].repeat(1, width + 1)
+        outside[row, local] = False
+        logits.masked_fill_(outside[:, :width], -torch.inf)
+
+
 class RowStatistics(NamedTuple):
     """In nats."""
 

@@ -28,6 +28,7 @@ from lrlhf.types import (
     Media,
     PreferenceBatch,
     Rollout,
+    SamplingMask,
     SequenceBatch,
     StepBatch,
     TeacherTokens,
@@ -38,7 +39,13 @@ from lrlhf.types import (
 _KINDS: dict[str, type[TensorBatch]] = {
     kind.__name__: kind
     for kind in (
-        *(Experience, PreferenceBatch, Rollout, SequenceBatch, StepBatch, TeacherTokens),
+        Experience,
+        PreferenceBatch,
+        Rollout,
+        SamplingMask,
+        SequenceBatch,
+        StepBatch,
+        TeacherTokens,
         UnpairedRows,
     )
 }

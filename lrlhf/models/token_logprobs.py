@@ -13,13 +13,14 @@ from transformers import PreTrainedModel
 
 from lrlhf.functional.distillation import TeacherRows, TeacherStatistics, compared_statistics
 from lrlhf.functional.logprobs import TokenStatistics, token_statistics
+from lrlhf.functional.online_softmax import Support
 from lrlhf.models.backbone import hidden_states
 from lrlhf.models.experts import load_balancing_loss
 from lrlhf.models.heads import output_head, plain_model
 from lrlhf.models.media_inputs import ruled_out_ids
 from lrlhf.models.packed.packing import Compacted, compact
 from lrlhf.models.sharding import within
-from lrlhf.types import SequenceBatch
+from lrlhf.types import SamplingMask, SequenceBatch
 
 
 class SequenceOutputs(NamedTuple):
@@ -28,7 +29,8 @@ class SequenceOutputs(NamedTuple):
     logprobs: Float[Tensor, "B T"]
     """At least float32; 0 outside ``response_mask`` and on a row's first token."""
     entropy: Float[Tensor, "B T"] | None
-    """Of every next-token distribution, in nats; None: not asked for."""
+    """Of every next-token distribution, over its sampling mask if there is one, in nats; None: not
+    asked for."""
     is_top: Bool[Tensor, "B T"]
     """Whether no token is more probable; False outside ``response_mask``."""
     values: Float[Tensor, "B T"] | None
@@ -65,7 +67,8 @@ def sequence_outputs(  # noqa: PLR0913  what one pass can give
 
     Args:
         model: A causal language model, with or without LoRA adapters.
-        batch: Tokens outside ``attention_mask`` are invisible, wherever they are.
+        batch: Tokens outside ``attention_mask`` are invisible, wherever they are. Probabilities are
+            renormalised over its ``sampling_mask``.
         temperature: Logits are divided by it.
         chunk_size: Positions whose logits exist at the same time.
         entropy: Also return the entropy of every next-token distribution.
@@ -75,8 +78,15 @@ def sequence_outputs(  # noqa: PLR0913  what one pass can give
         beta: Of the divergence, see `lrlhf.functional.generalized_jsd`.
 
     Raises:
-        ValueError: ``router_loss`` of a model that has no experts.
+        ValueError: ``router_loss`` of a model that has no experts, or a ``teacher``, whose
+            distributions are over all ids, of a batch with a ``sampling_mask``.
     """
+    if teacher is not None and batch.sampling_mask is not None:
+        raise ValueError(
+            "the responses were sampled with top_p, top_k, min_p or min_new_tokens, and their "
+            "probabilities are over the ids that these left, the teacher's over all: sample "
+            "without them, or with allow_truncated_sampling: true"
+        )
     plain = plain_model(model)
     rows = None if teacher is None else teacher(batch)
     options: dict[str, Any] = {
@@ -89,7 +99,10 @@ def sequence_outputs(  # noqa: PLR0913  what one pass can give
         body = predicting_states(plain, batch, router_logits=router_loss)
         head, states, targets = output_head(plain), body.predicting, body.targets
         if rows is None:
-            return body, token_statistics(states, head.fastest(), targets, **options), None
+            mask = batch.sampling_mask
+            support = None if mask is None else _support(batch, mask)
+            result = token_statistics(states, head.fastest(), targets, **options, support=support)
+            return body, result, None
         return body, *compared_statistics(states, head, targets, rows, beta=beta, **options)
 
     body, result, distance = within(model, forward)
@@ -190,6 +203,12 @@ def to_predicting(
     order = rows.order.view(*rows.order.shape, *(1,) * (values.dim() - 2))
     ordered = values.gather(1, order.expand(values.shape))
     return ordered[_positions(batch, rows)[1]]
+
+
+def _support(batch: SequenceBatch, mask: SamplingMask) -> Support:
+    """Return the ids that truncated sampling left, in the order of `Predicting.targets`."""
+    sizes, starts = to_predicting(batch, mask.sizes), to_predicting(batch, mask.starts)
+    return Support.of(mask.ids_at(starts, sizes), sizes)
 
 
 def _positions(

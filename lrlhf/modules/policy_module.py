@@ -133,8 +133,9 @@ class PolicyModule(TrainingModule):
             own responses. 1: those of the next one are generated while this one trains. Above 1:
             those of so many, by an engine that takes new weights while it generates. Above 0 needs
             an engine in a process of its own (`VLLMServerEngine`).
-        allow_truncated_sampling: Train on responses sampled with top_p, top_k or min_p, although
-            their distribution is not the policy's.
+        allow_truncated_sampling: Train on responses sampled with top_p, top_k or min_p with
+            probabilities over the whole vocabulary, which are not those sampled from. False:
+            probabilities are renormalised over what was left (`lrlhf.types.SamplingMask`).
         episodes: Turns with an environment or with tools in the place of single responses; None:
             single responses.
         teacher: A model to learn from, on the policy's own responses; None: rewards alone.

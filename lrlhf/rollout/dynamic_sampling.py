@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from lrlhf.rewards import RewardResult
 from lrlhf.rollout.collector import Collected
-from lrlhf.types import ROLLOUT_TENSORS, PromptBatch, Rollout, joined_media
+from lrlhf.types import ROLLOUT_TENSORS, PromptBatch, Rollout, SamplingMask, joined_media
 
 
 class Filtered(NamedTuple):
@@ -105,6 +105,11 @@ def merge_collected(parts: Sequence[Collected]) -> Collected:
     merged: dict[str, Any] = {"media": joined_media(rollouts)}
     if rollouts[0].episodes is not None:
         merged["episodes"] = tuple(each for rollout in rollouts for each in rollout.episodes or ())
+    masks = [rollout.sampling_mask for rollout in rollouts if rollout.sampling_mask is not None]
+    if masks:
+        sizes = [F.pad(mask.sizes, (0, width - mask.sizes.shape[1])) for mask in masks]
+        ids = torch.cat([mask.ids for mask in masks])
+        merged["sampling_mask"] = SamplingMask(sizes=torch.cat(sizes), ids=ids)
     for name in ROLLOUT_TENSORS:
         columns = [getattr(rollout, name) for rollout in rollouts]
         if name == "group_ids":

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lrlhf.types import Media, PromptBatch, Rollout
+from lrlhf.types import Media, PromptBatch, Rollout, SamplingMask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -28,6 +28,7 @@ class Segment:
             them.
         kept_mass: `[L]`, probability left by top_p, top_k and min_p at each token; None: no
             truncation.
+        mask: Of one row and L columns, the ids left by them at each token; None: not recorded.
         fork: Tokens of the row right before it that it does not follow, see
             `lrlhf.types.SequenceBatch.forks`.
         versions: `[L]`, training iterations behind the weights that sampled each token. None: the
@@ -37,6 +38,7 @@ class Segment:
     token_ids: Int[Tensor, " L"]
     logprobs: Float[Tensor, " L"] | None = None
     kept_mass: Float[Tensor, " L"] | None = None
+    mask: SamplingMask | None = None
     fork: int = 0
     versions: Int[Tensor, " L"] | None = None
 
@@ -69,9 +71,10 @@ class Response:
         *,
         truncated: bool,
         kept_mass: Float[Tensor, " L"] | None = None,
+        mask: SamplingMask | None = None,
     ) -> Response:
         """Return a response of one turn; ``token_ids`` include an end-of-sequence token, if any."""
-        segment = Segment(token_ids=token_ids, logprobs=logprobs, kept_mass=kept_mass)
+        segment = Segment(token_ids=token_ids, logprobs=logprobs, kept_mass=kept_mass, mask=mask)
         return cls(segments=(segment,), truncated=truncated)
 
     def with_tokens(self, token_ids: Int[Tensor, " L"], *, fork: int = 0) -> Response:
@@ -107,6 +110,7 @@ class Response:
             token_ids=full.token_ids[:length],
             logprobs=None if full.logprobs is None else full.logprobs[:length],
             kept_mass=None if full.kept_mass is None else full.kept_mass[:length],
+            mask=full.mask and full.mask.columns(0, length),
             versions=None if full.versions is None else full.versions[:length],
         )
         return replace(self, segments=(segment,), truncated=True)
@@ -136,7 +140,8 @@ def assemble_rollout(
         `[U * num_generations, T]` rows with T the longest prompt and response together.
 
     Raises:
-        ValueError: The number of responses differs, or only some have a weight_version.
+        ValueError: The number of responses differs, or only some have a weight_version or a
+            sampling mask.
     """
     if len(responses) != len(prompts) * num_generations:
         raise ValueError(
@@ -155,8 +160,13 @@ def assemble_rollout(
         _row(contexts[index // num_generations], response, device)
         for index, response in enumerate(responses)
     ]
-    ids, sampled, logprobs, masses, forks, sources = map(list, zip(*rows, strict=True))
+    ids, sampled, logprobs, masses, forks, sources, sizes = map(list, zip(*rows, strict=True))
     segments = [segment for response in responses for segment in response.segments]
+    masks = [segment.mask for segment in segments if segment.mask is not None]
+    if 0 < len(masks) < sum(segment.sampled for segment in segments):
+        raise ValueError(
+            "only some of the sampled segments have a mask: set it for all or for none"
+        )
     truncates = any(segment.kept_mass is not None for segment in segments)
     forking = any(segment.fork for segment in segments)
     mixed = any(segment.versions is not None for segment in segments)
@@ -174,11 +184,17 @@ def assemble_rollout(
         weight_version=torch.tensor(versions, device=device) if versions else None,
         forks=pad_sequence(forks, batch_first=True) if forking else None,
         token_versions=pad_sequence(sources, batch_first=True) if mixed else None,
+        sampling_mask=SamplingMask(
+            sizes=pad_sequence(sizes, batch_first=True),
+            ids=torch.cat([mask.ids.to(device) for mask in masks]),
+        )
+        if masks
+        else None,
     )
 
 
 def _row(context: Tensor, response: Response, device: torch.device) -> Iterator[Tensor]:
-    """Yield `[L]` of a row: ids, mask, log-probabilities, mass, forks and versions."""
+    """Yield `[L]` of a row: ids, mask, log-probabilities, mass, forks, versions, ids left."""
     parts, version = [], response.weight_version or 0
     for each in (Segment(token_ids=context), *response.segments):
         ids = each.token_ids.to(device)
@@ -193,6 +209,9 @@ def _row(context: Tensor, response: Response, device: torch.device) -> Iterator[
                 torch.full_like(ids, version if each.sampled else 0)
                 if each.versions is None
                 else each.versions.to(device),
+                torch.zeros_like(ids, dtype=torch.int32)
+                if each.mask is None
+                else each.mask.sizes[0].to(device),
             )
         )
     return (torch.cat(column) for column in zip(*parts, strict=True))
@@ -201,6 +220,7 @@ def _row(context: Tensor, response: Response, device: torch.device) -> Iterator[
 def responses_of(rollout: Rollout, prompts: PromptBatch) -> list[Response]:
     """Return the responses of a rollout without forks: the inverse of `assemble_rollout`."""
     versions, masses, mixed = rollout.weight_version, rollout.kept_mass, rollout.token_versions
+    masks = rollout.sampling_mask and rollout.sampling_mask.rows()
 
     def segment(row: int, run: Run) -> Segment:
         columns = slice(run.start, run.end)
@@ -209,6 +229,7 @@ def responses_of(rollout: Rollout, prompts: PromptBatch) -> list[Response]:
             logprobs=rollout.sampling_logprobs[row, columns] if run.sampled else None,
             kept_mass=masses[row, columns] if run.sampled and masses is not None else None,
             versions=mixed[row, columns] if run.sampled and mixed is not None else None,
+            mask=masks[row].columns(run.start, run.end) if run.sampled and masks else None,
         )
 
     return [

@@ -19,7 +19,7 @@ from lrlhf.rollout.engines.synced_engine import EngineFailure, without_recovery
 from lrlhf.rollout.records import plain_json
 from lrlhf.rollout.responses import prompt_token_ids, repeated_media
 from lrlhf.rollout.sampling import Sampling
-from lrlhf.rollout.storage import media_of_tensors, media_tensors
+from lrlhf.rollout.storage import mask_of_tensors, mask_tensors, media_of_tensors, media_tensors
 from lrlhf.types import ROLLOUT_TENSORS, Episode, Media, PromptBatch, Rollout
 
 logger = logging.getLogger(__name__)
@@ -179,7 +179,9 @@ class RolloutQueue:
             episodes = stored["episodes"] and tuple(map(_restored_episode, stored["episodes"]))
             # absent from checkpoints of earlier versions
             media = media_of_tensors(stored.get("media", {}))
-            rollout = Rollout(**stored["rollout"], media=media, episodes=episodes)
+            tensors = dict(stored["rollout"])
+            mask = mask_of_tensors(tensors)
+            rollout = Rollout(**tensors, media=media, episodes=episodes, sampling_mask=mask)
             done.set_result(rollout.to(device))
             self._pending[step] = _Pending(stored["prompts"], done)
 
@@ -233,7 +235,10 @@ def _stored(pending: _Pending) -> dict[str, Any]:
         "prompts": pending.prompts,
         # those of prompts alone come with the prompts again; which of them an agent has shown, not
         "media": media_tensors(rollout) if _shows_turns(rollout) or rollout.episodes else {},
-        "rollout": {name: getattr(rollout, name) for name in ROLLOUT_TENSORS},
+        "rollout": {
+            **{name: getattr(rollout, name) for name in ROLLOUT_TENSORS},
+            **mask_tensors(rollout),
+        },
         # without the environments, which end with the process
         "episodes": rollout.episodes
         and [

@@ -22,6 +22,8 @@ class Sampling:
         top_p: Keep the smallest set of tokens with this much probability; 1 keeps all.
         top_k: Keep this many of the most likely tokens; 0 keeps all.
         min_p: Drop tokens less likely than this fraction of the most likely one; 0 keeps all.
+        keep_mask: Return the ids that these three and ``min_new_tokens`` leave at each token
+            (`lrlhf.types.SamplingMask`); training sets it where it needs them.
         repetition_penalty: Divides positive logits of tokens of prompt and response, and multiplies
             negative ones (Keskar et al. 2019); 1 changes nothing. Penalties change the sampling
             distribution: they are for evaluation, and refused for training.
@@ -48,6 +50,7 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    keep_mask: bool = False
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0

@@ -15,12 +15,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from lrlhf.types import ROLLOUT_TENSORS, Media, Rollout, StoredRollout
+from lrlhf.types import ROLLOUT_TENSORS, Media, Rollout, SamplingMask, StoredRollout
 
 FORMAT = "lrlhf-rollout-1"
 
 _NAME = re.compile(r"step_(\d+)\.rank_(\d+)\.safetensors")
 _MEDIA = "media."
+_MASK = ("sampling_mask.sizes", "sampling_mask.ids")
 _OPTIONAL = {
     "kept_mass",
     "weight_version",
@@ -28,6 +29,7 @@ _OPTIONAL = {
     "turn_rewards",
     "forks",
     "token_versions",
+    *_MASK,
 }
 _REQUIRED = {*ROLLOUT_TENSORS, "scores", "records"} - _OPTIONAL
 
@@ -81,7 +83,7 @@ def save_rollout(
     tensors = {
         # a copy: tensors that share memory are refused
         name: tensor.detach().to("cpu", copy=True).contiguous()
-        for name, tensor in {**fields, **media_tensors(rollout)}.items()
+        for name, tensor in {**fields, **mask_tensors(rollout), **media_tensors(rollout)}.items()
         if tensor is not None
     }
     try:
@@ -112,9 +114,10 @@ def load_rollout(path: Path) -> StoredRollout:
             "copy"
         )
     records = tuple(json.loads(bytes(tensors.pop("records").numpy())))
-    media = media_of_tensors(tensors)
+    media, mask = media_of_tensors(tensors), mask_of_tensors(tensors)
     scores = tensors.pop("scores")
-    return StoredRollout(rollout=Rollout(**tensors, media=media), scores=scores, records=records)
+    rollout = Rollout(**tensors, media=media, sampling_mask=mask)
+    return StoredRollout(rollout=rollout, scores=scores, records=records)
 
 
 def load_group_ids(path: Path) -> Tensor:
@@ -163,6 +166,18 @@ def _checksum(tensors: Mapping[str, Tensor]) -> str:
         checksum = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), checksum)
         checksum = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, checksum)
     return f"{checksum:08x}"
+
+
+def mask_tensors(rollout: Rollout) -> dict[str, Tensor]:
+    """Return the sampling mask as tensors of a file."""
+    mask = rollout.sampling_mask
+    return {} if mask is None else dict(zip(_MASK, (mask.sizes, mask.ids), strict=True))
+
+
+def mask_of_tensors(tensors: dict[str, Tensor]) -> SamplingMask | None:
+    """Remove what `mask_tensors` added from the tensors of a file, and return the mask."""
+    sizes, ids = (tensors.pop(name, None) for name in _MASK)
+    return None if sizes is None or ids is None else SamplingMask(sizes=sizes, ids=ids)
 
 
 def media_tensors(rollout: Rollout) -> dict[str, Tensor]:

@@ -298,7 +298,6 @@ def test_deterministic_runs_end_with_the_same_weights(
             tokenizer=tokenizer,
             num_generations=4,
             sampling=Sampling(max_new_tokens=6, top_p=0.9),
-            allow_truncated_sampling=True,
             optimizer=sgd(1e-2),
             **critic,
         )

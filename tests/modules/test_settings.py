@@ -149,7 +149,6 @@ def test_extra_samples_follow_the_advantages(
     [
         (RLOO, {"num_generations": 1}, "num_generations is 1; the nearest value is 2"),
         (RLOO, {"sampling": Sampling(temperature=0.0)}, "sampling.temperature"),
-        (RLOO, {"sampling": Sampling(top_p=0.9)}, "allow_truncated_sampling"),
         (
             RLOO,
             {"advantage": Advantage(estimator="reinforce"), "update": Update(loss="gspo")},

@@ -105,6 +105,16 @@ def test_log_probabilities_of_drawn_tokens_are_those_of_training_and_of_the_plai
         torch.testing.assert_close(drawn, plain, rtol=0, atol=1e-5)
 
 
+def test_probabilities_of_truncated_sampling_are_those_of_training_too(vlm: Vlm) -> None:
+    sampling = Sampling(max_new_tokens=6, top_p=0.8, temperature=0.9, keep_mask=True)
+    rollout = generate(vlm, prompt_rows(vlm), sampling, num_generations=2)
+    assert rollout.sampling_mask is not None
+    assert int(rollout.sampling_mask.sizes[rollout.response_mask].min()) > 0
+    with torch.no_grad():
+        trained = sequence_logprobs(vlm.model, rollout, temperature=0.9)
+    torch.testing.assert_close(rollout.sampling_logprobs, trained, rtol=0, atol=1e-5)
+
+
 def test_the_batch_size_changes_no_token(vlm: Vlm) -> None:
     rows = prompt_rows(vlm)
     drawn = responses(generate(vlm, rows, num_generations=3))

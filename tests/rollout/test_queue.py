@@ -75,7 +75,14 @@ def test_a_failure_makes_all_ranks_push_again(
     assert engine.version == version
 
 
-@pytest.mark.parametrize("sampling", [SAMPLING, Sampling(max_new_tokens=4, top_k=5)])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SAMPLING,
+        Sampling(max_new_tokens=4, top_k=5),
+        Sampling(max_new_tokens=4, top_p=0.8, keep_mask=True),
+    ],
+)
 def test_a_state_holds_the_whole_rollout(
     language_model, tokenizer, tmp_path, sampling: Sampling
 ) -> None:
@@ -87,8 +94,13 @@ def test_a_state_holds_the_whole_rollout(
     )
     first, second = take(ahead), take(resumed)
     assert (first.kept_mass is None) == (sampling is SAMPLING)
+    assert (first.sampling_mask is None) != sampling.keep_mask
     for name in first.__dataclass_fields__:
         value, other = getattr(first, name), getattr(second, name)
+        if name == "sampling_mask" and value is not None:
+            assert torch.equal(value.sizes, other.sizes)
+            assert torch.equal(value.ids, other.ids)
+            continue
         assert (value is None and other is None) or torch.equal(value, other), name
 
 

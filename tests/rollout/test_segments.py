@@ -28,9 +28,10 @@ from lrlhf.rollout import (
     continued_prompts,
     response_ids,
     responses_of,
+    trim,
 )
 from lrlhf.rollout.responses import token_prompts
-from lrlhf.types import PromptBatch, Rollout
+from lrlhf.types import PromptBatch, Rollout, SamplingMask
 from tests.modules.policy_runs import Watcher, fit, letters, weights
 from tests.rollout.copy_engine import CopyEngine
 
@@ -113,6 +114,43 @@ def test_a_rollout_can_be_taken_apart_and_put_together_again() -> None:
         assert (first is None and second is None) or torch.equal(first, second), name
     assert response_ids(whole, PROMPTS, given=True) == [[1, 2, 7, 8, 9, 3], [6, 4], [5, 6], [9]]
     assert response_ids(whole, PROMPTS) == [[1, 2, 3], [4], [5, 6], [9]]
+
+
+def mask(*sets: list[int]) -> SamplingMask:
+    sizes = torch.tensor([[len(each) for each in sets]], dtype=torch.int32)
+    return SamplingMask(sizes=sizes, ids=torch.tensor([id_ for each in sets for id_ in each]))
+
+
+def masked(ids: list[int], *sets: list[int]) -> Response:
+    return Response.sampled(
+        torch.tensor(ids), torch.zeros(len(ids)), truncated=False, mask=mask(*sets)
+    )
+
+
+def test_masks_of_turns_are_put_together_taken_apart_selected_and_cut() -> None:
+    first = masked([1, 2], [1, 9], []).with_tokens(torch.tensor([7, 8]))
+    first = first.followed_by(masked([3], [3, 4, 5]))
+    second = masked([5, 6, 4], [5], [6, 2], [4, 1]).cut(2)
+    rollout = assemble_rollout(PROMPTS, [first, second], num_generations=1, pad_id=0)
+    assert rollout.sampling_mask is not None
+    assert rollout.sampling_mask.sizes.tolist() == [[0, 0, 2, 0, 0, 0, 3], [0, 1, 2, 0, 0, 0, 0]]
+    assert rollout.sampling_mask.ids.tolist() == [1, 9, 3, 4, 5, 5, 6, 2]
+    turned = rollout.select(torch.tensor([1, 0, 1])).sampling_mask
+    assert turned is not None
+    assert turned.ids.tolist() == [5, 6, 2, 1, 9, 3, 4, 5, 5, 6, 2]
+    short = trim(rollout.select(torch.tensor([1]))).sampling_mask
+    assert short is not None
+    assert (short.sizes.tolist(), short.ids.tolist()) == ([[0, 1, 2]], [5, 6, 2])
+    again = assemble_rollout(PROMPTS, responses_of(rollout, PROMPTS), num_generations=1, pad_id=0)
+    assert again.sampling_mask is not None
+    assert torch.equal(again.sampling_mask.sizes, rollout.sampling_mask.sizes)
+    assert torch.equal(again.sampling_mask.ids, rollout.sampling_mask.ids)
+
+
+def test_a_turn_without_a_mask_among_others_is_refused() -> None:
+    turns = masked([1], [1]).followed_by(sampled(2))
+    with pytest.raises(ValueError, match="only some of the sampled segments have a mask"):
+        assemble_rollout(PROMPTS, [turns, turns], num_generations=1, pad_id=0)
 
 
 def test_turns_of_other_weights_count_as_the_oldest() -> None:

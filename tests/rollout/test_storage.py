@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from lrlhf.rollout import load_rollout, save_rollout
 from lrlhf.rollout.storage import load_group_ids, rollout_files, rollout_path
-from lrlhf.types import Rollout
+from lrlhf.types import Rollout, SamplingMask
 
 
 def rollout(*, kept_mass: bool = True) -> Rollout:
@@ -25,6 +25,12 @@ def rollout(*, kept_mass: bool = True) -> Rollout:
         group_ids=torch.tensor([0, 0]),
         truncated=torch.tensor([True, False]),
         kept_mass=torch.tensor([[1.0, 0.5, 0.9], [1.0, 0.75, 1.0]]) if kept_mass else None,
+        sampling_mask=SamplingMask(
+            sizes=torch.tensor([[0, 2, 0], [0, 1, 0]], dtype=torch.int32),
+            ids=torch.tensor([6, 9, 8], dtype=torch.int32),
+        )
+        if kept_mass
+        else None,
     )
 
 
@@ -49,7 +55,10 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path, kept_mass: bool) -> No
         saved = getattr(rollout(kept_mass=kept_mass), field.name)
         loaded = getattr(stored.rollout, field.name)
         assert (loaded is None) == (saved is None), field.name
-        if saved is not None:
+        if field.name == "sampling_mask" and saved is not None:
+            assert torch.equal(loaded.sizes, saved.sizes)
+            assert torch.equal(loaded.ids, saved.ids)
+        elif saved is not None:
             assert loaded.dtype == saved.dtype, field.name
             assert torch.equal(loaded, saved), field.name
     assert stored.scores[0] == 1.5

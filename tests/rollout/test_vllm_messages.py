@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lrlhf.modules import RLOO
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Sampling, VLLMEngine, VLLMServerEngine
+from lrlhf.rollout.engines.synced_engine import Request
 from lrlhf.rollout.vllm import servers, vllm_base
 from lrlhf.rollout.vllm.server_engine import check_gpus
 from lrlhf.rollout.vllm.servers import ServerStartError
@@ -445,6 +447,11 @@ def test_what_is_asked_for(language_model, tokenizer) -> None:
     )
     more = {"top_k": 5, "top_p": 0.9, "min_p": 0.1, "min_tokens": 2}
     assert arguments(cut) == expected | more
+    # of a mask of 5 ids, and of further ones that may tie with the last of them
+    assert arguments(replace(cut, keep_mask=True)) == expected | more | {"logprobs": 37}
+    vocabulary = language_model.config.vocab_size
+    many = replace(cut, keep_mask=True, top_k=vocabulary - 3)
+    assert arguments(many)["logprobs"] == vocabulary
     penalties = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": -0.5}
     assert arguments(replace(cut, **penalties)) == expected | more | penalties
     stop = {"stop": ["end"], "skip_special_tokens": False, "detokenize": True}
@@ -463,6 +470,30 @@ def test_training_on_cut_distributions_needs_an_engine_that_tells_the_kept_mass(
             sampling=Sampling(top_p=0.9),
             allow_truncated_sampling=True,
         )
+
+
+def test_masks_are_read_off_the_largest_log_probabilities(monkeypatch) -> None:
+    def step(**logprobs: float) -> dict[int, SimpleNamespace]:
+        return {int(key[1:]): SimpleNamespace(logprob=value) for key, value in logprobs.items()}
+
+    half, none = math.log(0.5), -math.inf
+    # the sampled token comes first, then what is most probable; three tie, and two were cut off
+    steps = [step(t7=math.log(0.25), t9=half, t3=math.log(0.25)), step(t4=0.0, t5=none, t6=none)]
+    output = SimpleNamespace(token_ids=[7, 4], logprobs=steps, finish_reason="length")
+    answer = SimpleNamespace(prompt_token_ids=[1, 2], outputs=[output])
+    engine = VLLMEngine()
+    monkeypatch.setattr(engine, "_answers", lambda *_: [answer])
+    request = Request([1, 2], 0, 2, None)
+    kept = Sampling(top_k=2, keep_mask=True)
+    (response,) = engine._respond([request], kept)
+    mask = response.segments[0].mask
+    assert mask is not None
+    assert (mask.sizes.tolist(), mask.ids.tolist()) == ([[3, 1]], [3, 7, 9, 4])
+    (response,) = engine._respond([request], Sampling(top_k=2))
+    assert response.segments[0].mask is None
+    steps[0].pop(3)
+    with pytest.raises(ValueError, match=r"from more ids than the 2 .* of 0\.750000 together"):
+        engine._respond([request], kept)
 
 
 @pytest.mark.parametrize(

@@ -342,3 +342,40 @@ def test_places_are_given_first_come_first_served() -> None:
     traffic.placed(first)  # it is the turn of the next
     assert woken == ["first", "second"]
     assert traffic.may_place(second, partial(woken.append, "second"))
+
+
+def test_a_server_returns_what_truncated_sampling_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def top(**logprobs: float) -> list[dict[str, float]]:
+        return [{"token_id": int(key[1:]), "logprob": each} for key, each in logprobs.items()]
+
+    content = [
+        {
+            "token_id": 101,
+            "logprob": -1.6094379,
+            "top_logprobs": top(t101=-1.6094379, t8=-0.2231436),
+        },
+        # JSON has no infinity: what was cut off
+        {"token_id": 102, "logprob": 0.0, "top_logprobs": top(t102=0.0, t3=-9999.0)},
+    ]
+    only = partial(answer_to, logprobs={"content": content})
+    servers = Servers(monkeypatch, only=lambda request: only(request))
+    parameters = {"seed": 0, "max_tokens": 10, "logprobs": 34}
+    (response,) = respond(
+        [TokenRequest([1, 2], parameters, [1, 2], (1, 2))],
+        servers.targets,
+        concurrency=4,
+        stall=10.0,
+    )
+    mask = response.segments[0].mask
+    assert mask is not None
+    assert (mask.sizes.tolist(), mask.ids.tolist()) == ([[2, 1]], [8, 101, 102])
+    (plain,) = servers.respond([[1, 2]])
+    assert plain.segments[0].mask is None
+    content[0]["top_logprobs"] = top(t101=math.log(0.2))
+    with pytest.raises(ValueError, match=r"a probability of 0\.200000 together"):
+        respond(
+            [TokenRequest([1, 2], parameters, [1, 2], (1, 2))],
+            servers.targets,
+            concurrency=4,
+            stall=10.0,
+        )

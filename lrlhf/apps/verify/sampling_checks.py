@@ -464,6 +464,10 @@ def _factors(evidence: Evidence, name: str) -> Iterator[Answer]:
             figures = {"temperature": value}
         elif kind == "renormalised":
             kept, mass = _kept_by(evidence, weights, columns)
+            if all(_same_set(column) for column in columns):
+                text = f"trainer and engine are both renormalised over {kept} {share}"
+                yield Answer("ratio", "sound", text, {"kept": kept, "mass": mass})
+                continue
             text = (
                 f"the {title} are renormalised over {kept} {share}: the ratio has a factor of "
                 f"{mass:.3g} on average"
@@ -477,6 +481,15 @@ def _factors(evidence: Evidence, name: str) -> Iterator[Answer]:
         if text:
             places = [column.row.place for column in columns]
             yield Answer("ratio", verdict, text, figures, places)
+
+
+def _same_set(column: _Column) -> bool:
+    """Whether the trainer is renormalised as the engine is (keep sampling mask)."""
+    row = column.row
+    if not {"old", "sampling"} <= row.tokens.keys():
+        return False
+    gap = (row.tokens["old"] - row.tokens["sampling"])[row.written].abs()
+    return bool((gap <= 2 * column.near).all())
 
 
 def _kept_by(

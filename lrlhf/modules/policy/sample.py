@@ -99,6 +99,8 @@ class Sampler:
         self._engine = engine
         self._rewards = rewards
         self._settings = settings
+        self._sampling = replace(settings.sampling, keep_mask=settings.keeps_mask)
+        """Of training."""
         self._seed = seed
         self._ready = False
         self._constant = ConstantRewards()
@@ -136,6 +138,8 @@ class Sampler:
         else:
             trained = measured = self._sample_batch(batch, it)
             padding_rows = torch.zeros_like(trained.rollout.truncated)
+        if isinstance(batch, PromptBatch) and self._settings.keeps_mask:
+            _check_mask(trained.rollout, self._engine)
         if not stored:
             _measure_age(trained.rollout, it)
         informative, size = self._informative(measured), self._settings.num_generations
@@ -215,7 +219,7 @@ class Sampler:
         """
         settings = self._settings
         seeds = self._seeds(first, len(prompts), it.step)
-        collected = self._generate(prompts, settings.sampling, seeds, it)
+        collected = self._generate(prompts, self._sampling, seeds, it)
         extra: dict[str, Tensor] = {}
         for number, (name, options) in enumerate(settings.algorithm.extra_samples.items()):
             plain = replace(settings.sampling, first_temperature=None, first_top_k=0)
@@ -277,7 +281,7 @@ class Sampler:
             seeds = self._seeds(it.ranks.rank * len(batch), len(batch), it.step)
             with it.phase("generate"):
                 rollout = self._engine.generate(
-                    batch, settings.sampling, num_generations=size, seeds=seeds
+                    batch, self._sampling, num_generations=size, seeds=seeds
                 )
         # once more where updates are in flight: `take` drops later batches that failed, to be begun
         self._look_ahead(queue, it)
@@ -302,7 +306,7 @@ class Sampler:
         queue.start(
             step,
             prompts,
-            settings.sampling,
+            self._sampling,
             num_generations=settings.num_generations,
             seeds=self._seeds(it.ranks.rank * len(prompts), len(prompts), step),
         )
@@ -569,12 +573,11 @@ def check_stored(
                 "not: store it with the same algorithm, or choose another one"
             )
     if stored.rollout.kept_mass is not None:
-        _check_drawn(stored.records[0], sampling, allow_truncated_sampling)
+        unbiased = stored.rollout.sampling_mask is not None
+        _check_drawn(stored.records[0], sampling, allowed=unbiased or allow_truncated_sampling)
 
 
-def _check_drawn(
-    record: Mapping[str, Any], sampling: Sampling, allow_truncated_sampling: bool
-) -> None:
+def _check_drawn(record: Mapping[str, Any], sampling: Sampling, *, allowed: bool) -> None:
     """Check tokens that were not drawn from the policy alone: what makes up for them is known."""
     hot = record.get("first_temperature"), record.get("first_top_k", 0)
     own = sampling.first_temperature, sampling.first_top_k
@@ -591,11 +594,22 @@ def _check_drawn(
             "or min_new_tokens, which no weights make up for: leave first_temperature out of "
             "sampling"
         )
-    if hot[0] is None and not allow_truncated_sampling:
+    if hot[0] is None and not allowed:
         raise ValueError(
-            "the stored rollout was sampled with top_p, top_k, min_p or min_new_tokens, whose "
-            "distribution is not the policy's; accept the bias with "
-            "allow_truncated_sampling: true"
+            "the stored rollout was sampled with top_p, top_k, min_p or min_new_tokens, and does "
+            "not hold which ids these left (it was sampled with allow_truncated_sampling: true, or "
+            "by an earlier version); accept the bias with allow_truncated_sampling: true, or "
+            "sample and store it anew"
+        )
+
+
+def _check_mask(rollout: Rollout, engine: RolloutEngine) -> None:
+    """Refuse responses that a wrapper of an engine made without the masks that it promises."""
+    if rollout.sampling_mask is None:
+        raise ValueError(
+            f"{type(engine).__name__} returned responses without the ids that sampling.top_p, "
+            "top_k, min_p or min_new_tokens left at each token: set Segment.mask of what it "
+            "samples, or accept the bias with allow_truncated_sampling: true"
         )
 
 
@@ -671,12 +685,22 @@ def check_engine(engine: RolloutEngine, settings: PolicySettings) -> None:
             f"sampling.first_temperature: {type(engine).__name__} draws all tokens of a response "
             "at one temperature: leave it out, or take lrlhf.rollout.TransformersEngine"
         )
-    if settings.sampling.truncates and not can.reports_kept_mass:
+    most = can.max_sampling_mask
+    if settings.keeps_mask and most is not None and not 0 < settings.sampling.top_k <= most:
+        bound = f"only with sampling.top_k from 1 to {most}: set it too" if most else "in no case"
+        raise ValueError(
+            "sampling.top_p, top_k, min_p or min_new_tokens cuts tokens off, and "
+            f"{type(engine).__name__} returns which were left {bound}, set them to 1.0, 0, 0.0 and "
+            "0, or take lrlhf.rollout.TransformersEngine (eval_sampling may cut)"
+        )
+    biased = settings.sampling.truncates and settings.allow_truncated_sampling
+    if biased and not can.reports_kept_mass:
         raise ValueError(
             f"sampling.top_p, top_k, min_p or min_new_tokens cuts tokens off, and "
             f"{type(engine).__name__} does not tell how much probability that was, so its "
-            "log-probabilities do not compare with the policy's: set them to 1.0, 0, 0.0 and "
-            "0, or take lrlhf.rollout.TransformersEngine (eval_sampling may cut)"
+            "log-probabilities do not compare with the policy's: leave "
+            "allow_truncated_sampling out, set them to 1.0, 0, 0.0 and 0, or take "
+            "lrlhf.rollout.TransformersEngine (eval_sampling may cut)"
         )
     check_format(engine, settings.eval_sampling, option="eval_sampling")
     if settings.max_staleness > 0 and not can.concurrent:

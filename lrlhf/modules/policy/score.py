@@ -136,8 +136,10 @@ class Scorer:
         return (
             self._engine.capabilities.exact
             and rollout.weight_version is None
-            and rollout.kept_mass is None
-            and self._settings.sampling.min_new_tokens == 0
+            and (
+                rollout.sampling_mask is not None
+                or (rollout.kept_mass is None and self._settings.sampling.min_new_tokens == 0)
+            )
             and not torch.is_autocast_enabled(it.device.type)
             and torch.get_float32_matmul_precision() == "highest"
             # shorter numbers are rounded differently in a step of generation and in a whole row

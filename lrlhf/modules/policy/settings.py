@@ -105,6 +105,11 @@ class PolicySettings:
             eval_sampling = _default_eval_sampling(options["sampling"], options["evaluation"])
         return cls(algorithm=chosen, eval_sampling=eval_sampling, reference=reference, **options)
 
+    @property
+    def keeps_mask(self) -> bool:
+        """Whether probabilities are renormalised over the ids that truncated sampling left."""
+        return self.sampling.truncates and not self.allow_truncated_sampling
+
     def __post_init__(self) -> None:
         _check_teacher(self)
         _check_groups(self)
@@ -216,11 +221,11 @@ def _check_sampling(settings: PolicySettings) -> None:
             "sampling.temperature is 0: all responses to a prompt would be the same; train with a "
             "temperature above 0 (eval_sampling may be 0)"
         )
-    if settings.sampling.truncates and not settings.allow_truncated_sampling:
+    if settings.keeps_mask and settings.teacher is not None:
         raise ValueError(
-            "sampling.top_p, top_k, min_p or min_new_tokens cuts tokens off, so responses would "
-            "not come from the policy that is trained; set them to 1.0, 0, 0.0 and 0, or accept "
-            "the bias with allow_truncated_sampling: true"
+            "sampling.top_p, top_k, min_p or min_new_tokens cuts tokens off, and the policy's "
+            "probabilities over the rest do not compare with the teacher's, which are over all: "
+            "set them to 1.0, 0, 0.0 and 0, or accept the bias with allow_truncated_sampling: true"
         )
     tried = settings.evaluation.temperatures or (settings.eval_sampling.temperature,)
     if settings.evaluation.num_samples > 1 and max(tried) == 0:

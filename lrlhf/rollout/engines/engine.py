@@ -31,6 +31,9 @@ class Capabilities:
             the first responses.
         reports_kept_mass: It returns the probability that top_p, top_k, min_p and min_new_tokens
             leave.
+        max_sampling_mask: Most ids per token of the sampling masks that it returns
+            (``Sampling.keep_mask``), which ``top_k`` has to bound; 0: it returns none, None: there
+            is no limit.
         updates_in_flight: It accepts new weights while it generates, continues with them, and
             returns the version of the weights of each token.
         structured: It supports structured output (`Sampling.structured`).
@@ -41,6 +44,7 @@ class Capabilities:
     concurrent: bool = False
     exact: bool = False
     reports_kept_mass: bool = True
+    max_sampling_mask: int | None = 0
     updates_in_flight: bool = False
     structured: bool = False
     ranks_together: int = 1

@@ -21,6 +21,7 @@ from transformers import (
 
 from lrlhf.rollout.responses import Response
 from lrlhf.rollout.sampling import Sampling
+from lrlhf.types import SamplingMask
 
 _MOST = 80.0
 """Largest difference of log-probabilities in nats whose exponential fits in float32."""
@@ -54,6 +55,9 @@ class TokenSampler(LogitsProcessor):
             self._warpers.append(MinPLogitsWarper(sampling.min_p))
         self._logprobs: list[Tensor] = []
         self._kept_mass: list[Tensor] = []
+        self._keeps_mask = sampling.keep_mask and sampling.truncates
+        self._left: list[tuple[Tensor, Tensor]] = []
+        """Of each step how many ids were left in each row, and which, row by row."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         step = input_ids.shape[1] - self._prompt_width
@@ -81,8 +85,27 @@ class TokenSampler(LogitsProcessor):
         if self._warpers or self._sampling.first_temperature is not None:
             # never 0, whose logarithm is infinite
             self._kept_mass.append((own - drawn).clamp(-_MOST, _MOST).exp())
+        if self._keeps_mask:
+            self._left.append(self._ids_left(logprobs))
         # `generate` takes the argmax
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen[:, None], 0.0)
+
+    def _ids_left(self, logprobs: Float[Tensor, "B V"]) -> tuple[Tensor, Tensor]:
+        """Return `[B]`, how many ids can be drawn, 0 where all can, and `[E]`, which."""
+        left = ~logprobs.isneginf()
+        sizes = left.sum(dim=1)
+        restricted = sizes < logprobs.shape[1] - len(self._ruled_out)
+        ids = (left & restricted[:, None]).nonzero()[:, 1]
+        return (sizes * restricted).int(), ids.int()
+
+    def _mask(self) -> SamplingMask | None:
+        """Return the mask of all rows and steps."""
+        if not self._left:
+            return None
+        sizes, ids = zip(*self._left, strict=True)
+        by_step = SamplingMask(sizes=torch.stack(sizes), ids=torch.cat(ids))
+        rows = by_step.sizes.T.contiguous()
+        return SamplingMask(sizes=rows, ids=by_step.ids_at(by_step.starts.T, rows))
 
     def _hot(self, input_ids: Int[Tensor, "B L"], scores: Float[Tensor, "B V"]) -> Tensor:
         """Return log-probabilities of the first token's sampling distribution (FIRE)."""
@@ -120,6 +143,8 @@ class TokenSampler(LogitsProcessor):
         """
         logprobs = torch.stack(self._logprobs, dim=1)
         masses = torch.stack(self._kept_mass, dim=1) if self._kept_mass else None
+        mask = self._mask()
+        masks = mask and mask.rows()
         responses = []
         for row, end in enumerate(ends.tolist()):
             length = end or token_ids.shape[1]
@@ -129,6 +154,7 @@ class TokenSampler(LogitsProcessor):
                     logprobs[row, :length],
                     truncated=end == 0,
                     kept_mass=None if masses is None else masses[row, :length],
+                    mask=masks[row].columns(0, length) if masks else None,
                 )
             )
         return responses

@@ -133,7 +133,7 @@ class TransformersEngine(RolloutEngine):
     @property
     def capabilities(self) -> Capabilities:
         """Exact, unless the trial before the first responses differed."""
-        return Capabilities(exact=self._mode.exact)
+        return Capabilities(exact=self._mode.exact, max_sampling_mask=None)
 
     def attach(
         self,

@@ -21,14 +21,17 @@ from lrlhf.background import in_background
 from lrlhf.rollout.engines.synced_engine import EngineFailure
 from lrlhf.rollout.responses import Response
 from lrlhf.rollout.vllm.client import Address, ServerClient
-from lrlhf.rollout.vllm.vllm_base import read_response
+from lrlhf.rollout.vllm.vllm_base import NO_NUMBER, read_response
 
-_NO_NUMBER = -9999.0
-"""Value of vLLM for a log-probability that is NaN or infinite, as JSON has neither."""
+
+class _TopLogprob(msgspec.Struct):
+    token_id: int
+    logprob: float
 
 
 class _Logprob(msgspec.Struct):
     logprob: float
+    top_logprobs: list[_TopLogprob] = []
 
 
 class _Logprobs(msgspec.Struct):
@@ -90,8 +93,10 @@ class TokenRequest:
 _DECODER = msgspec.json.Decoder(_GenerateResponse)
 
 
-def decode_response(content: bytes, prompt: Sequence[int], versions: Mapping[str, int]) -> Response:
-    """Decode the JSON of a response.
+def decode_response(
+    content: bytes, prompt: Sequence[int], versions: Mapping[str, int], *, num_logprobs: int = 0
+) -> Response:
+    """Decode the JSON of a response, with a sampling mask if ``num_logprobs`` were requested.
 
     Raises:
         EngineFailure: It is invalid, answers another prompt, or has a token of other weights than
@@ -105,8 +110,12 @@ def decode_response(content: bytes, prompt: Sequence[int], versions: Mapping[str
         raise EngineFailure("vLLM answered another prompt than the one it was given")
     (choice,) = answer.choices
     values = [token.logprob for token in choice.logprobs.content]
-    logprobs = [math.nan if value <= _NO_NUMBER else value for value in values]
-    response = read_response(choice.token_ids, logprobs, choice.finish_reason)
+    logprobs = [math.nan if value <= NO_NUMBER else value for value in values]
+    largest = None
+    if num_logprobs:
+        steps = [step.top_logprobs for step in choice.logprobs.content]
+        largest = [{top.token_id: top.logprob for top in step} for step in steps]
+    response = read_response(choice.token_ids, logprobs, choice.finish_reason, largest)
     if not choice.token_ids:
         raise EngineFailure("vLLM answered without a token")
     spans, end = choice.weight_versions or [], 0
@@ -424,7 +433,12 @@ class _RequestBatch:
     async def _generate(self, request: TokenRequest, number: int) -> Response:
         body = request.body(self._targets.models[number])
         content = await self._targets.clients[number].generate(self._sessions[number], body)
-        return decode_response(content, request.prompt_ids, self._targets.versions)
+        return decode_response(
+            content,
+            request.prompt_ids,
+            self._targets.versions,
+            num_logprobs=request.sampling_params.get("logprobs", 0),
+        )
 
     async def _finish(self, task: asyncio.Task[Response]) -> None:
         """Store the response of a task, or drop its replica."""

@@ -239,7 +239,14 @@ class VLLMEngine(VLLMBase):
         for output in (answer.outputs[0] for answer in answers):
             steps = zip(output.logprobs, output.token_ids, strict=True)
             logprobs = [step[token].logprob for step, token in steps]
-            responses.append(read_response(output.token_ids, logprobs, output.finish_reason))
+            largest = None
+            if sampling.keep_mask and sampling.top_k:
+                largest = [
+                    {key: of.logprob for key, of in step.items()} for step in output.logprobs
+                ]
+            responses.append(
+                read_response(output.token_ids, logprobs, output.finish_reason, largest)
+            )
         return responses
 
     def _answers(self, requests: Sequence[Request], sampling: Sampling) -> list[Any]:

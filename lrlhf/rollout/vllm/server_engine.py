@@ -220,10 +220,9 @@ class VLLMServerEngine(VLLMBase):
     @property
     def capabilities(self) -> Capabilities:
         """Concurrent, with updates in flight unless vLLM adds an adapter."""
-        return Capabilities(
-            holds_copy=True,
+        return replace(
+            super().capabilities,
             concurrent=True,
-            reports_kept_mass=False,
             # an adapter is loaded under a new name, and open requests have the old one
             updates_in_flight=self._adapter is None,
             structured=True,

@@ -8,11 +8,13 @@ import importlib.util
 import io
 import json
 import logging
+import math
 import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
@@ -27,11 +29,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.media import MediaProcessor
 from lrlhf.models import eos_token_ids, ruled_out_ids, skeleton_of
+from lrlhf.rollout.engines.engine import Capabilities
 from lrlhf.rollout.engines.policy_weights import LARGEST_RANK, AdapterWeights
 from lrlhf.rollout.engines.synced_engine import PROBE_RESPONSE, EngineFailure, Request, SyncedEngine
 from lrlhf.rollout.responses import Response
 from lrlhf.rollout.sampling import Sampling
-from lrlhf.types import Media
+from lrlhf.types import Media, SamplingMask
 from lrlhf.vllm_worker.extension import LORA_UPDATES
 
 
@@ -113,6 +116,14 @@ EngineDtype = Literal["auto", "float32", "bfloat16", "float16"]
 # the smallest block of vLLM's CPU attention: shorter prompts are never shared
 _CPU_BLOCK = 32
 _CPU_CACHE_GIB = 1.0
+_MAX_LOGPROBS = 1024
+"""Log-probabilities per token that a request may ask for; vLLM's default is 20."""
+_TIES = 32
+"""Ids beyond ``top_k`` that are asked for: vLLM keeps all that tie with the k-th."""
+_MASK_TOLERANCE = 1e-4
+"""By how much their probabilities may miss 1, and importance ratios with them."""
+NO_NUMBER = -9999.0
+"""What a server returns for a log-probability that is NaN or infinite, as JSON has neither."""
 
 
 class EngineStartError(RuntimeError):
@@ -187,6 +198,13 @@ class VLLMBase(SyncedEngine):
         """Whether the running engine has the base weights of an adapter."""
         self._described: dict[str, Any] = {}
         self._folder: Path | None = None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Sampling masks are read off the largest log-probabilities."""
+        most = int(self.options.get("max_logprobs", _MAX_LOGPROBS))
+        most = 2**31 if most < 0 else max(0, most - _TIES)
+        return replace(super().capabilities, max_sampling_mask=most)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -271,6 +289,7 @@ class VLLMBase(SyncedEngine):
             "worker_extension_cls": EXTENSION,
             # under the sampling distribution, after temperature and truncation
             "logprobs_mode": "processed_logprobs",
+            "max_logprobs": _MAX_LOGPROBS,
             # without defaults of the checkpoint's generation config
             "generation_config": "vllm",
             "max_num_seqs": self.max_num_seqs,
@@ -364,9 +383,16 @@ def check_transport(transport: str) -> None:
 
 
 def read_response(
-    token_ids: Sequence[int], logprobs: Sequence[float], finish_reason: str | None
+    token_ids: Sequence[int],
+    logprobs: Sequence[float],
+    finish_reason: str | None,
+    largest: Sequence[Mapping[int, float]] | None = None,
 ) -> Response:
-    """Convert a response of vLLM; raises `EngineFailure` if it was aborted or is not complete."""
+    """Convert a response of vLLM; raises `EngineFailure` if it was aborted or is not complete.
+
+    The sampling mask is read off the ``largest`` log-probabilities at each token, by id; raises
+    ``ValueError`` if they are not those of all ids that were left. None: no mask was requested.
+    """
     if finish_reason not in ("stop", "length") or len(token_ids) != len(logprobs):
         raise EngineFailure(
             f"vLLM broke a response off: {len(token_ids)} tokens, {len(logprobs)} "
@@ -376,6 +402,27 @@ def read_response(
         torch.tensor(token_ids, dtype=torch.long),
         torch.tensor(logprobs, dtype=torch.float32),
         truncated=finish_reason == "length",
+        mask=None if largest is None else _sampling_mask(token_ids, largest),
+    )
+
+
+def _sampling_mask(
+    token_ids: Sequence[int], largest: Sequence[Mapping[int, float]]
+) -> SamplingMask:
+    """Return the ids with a probability above 0, whose probabilities have to add up to 1."""
+    left = [sorted(key for key, value in each.items() if value > NO_NUMBER) for each in largest]
+    for token, ids, values in zip(token_ids, left, largest, strict=True):
+        total = math.fsum(math.exp(values[key]) for key in ids)
+        if token not in ids or abs(total - 1) > _MASK_TOLERANCE:
+            raise ValueError(
+                f"vLLM sampled a token from more ids than the {len(values)} of which it returned "
+                f"log-probabilities (they have a probability of {total:.6f} together): more than "
+                f"{_TIES} tie with the least probable that sampling.top_k leaves; set another "
+                "top_k, or take lrlhf.rollout.TransformersEngine"
+            )
+    return SamplingMask(
+        sizes=torch.tensor([[len(ids) for ids in left]], dtype=torch.int32),
+        ids=torch.tensor([key for ids in left for key in ids], dtype=torch.int32),
     )
 
 
@@ -453,6 +500,9 @@ def sampling_arguments(
         arguments["logit_bias"] = dict.fromkeys(ruled_out, -100.0)
     if sampling.top_k > 0:
         arguments["top_k"] = sampling.top_k
+        if sampling.keep_mask:
+            vocabulary = policy.config.get_text_config().vocab_size
+            arguments["logprobs"] = min(sampling.top_k + _TIES, vocabulary)
     if sampling.penalizes:
         names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
         arguments |= {name: getattr(sampling, name) for name in names}
