@@ -49,8 +49,8 @@ class Fit(NamedTuple):
     """Root mean square difference in nats."""
     at: int = 0
     """First token of the response that is different, from 0; the shift."""
-    value: float = math.nan
-    """Temperature."""
+    value: float = 0.0
+    """Temperature; 0 of other kinds."""
     other: Candidate | None = None
     """The weights behind a change."""
 
