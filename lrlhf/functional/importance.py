@@ -1,7 +1,8 @@
 """Importance sampling between the rollout engine, which sampled the tokens, and the trainer.
 
-The modes are those of the literature: ``token_truncate`` is truncated importance sampling (TIS),
-``token_mask`` IcePop's, ``sequence_mean_mask`` rejects by the geometric mean over a response.
+The modes are those of the literature: ``token_truncate`` is token-level truncated importance
+sampling (TIS), ``token_mask`` IcePop's, ``sequence_mean_mask`` rejects by the geometric mean over a
+response.
 """
 
 from __future__ import annotations

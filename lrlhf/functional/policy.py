@@ -80,8 +80,8 @@ def sequence_clipped_policy_loss(
             loss is ``-A``.
         clip_low: ε_low of the clip range [1 - ε_low, 1 + ε_high].
         clip_high: ε_high; above ε_low it is DAPO's clip-higher (decoupled clipping).
-        length_normalized: Ratio of the geometric mean over tokens (GSPO), not of the whole
-            sequence (RLOO).
+        length_normalized: Length-normalised ratio, the geometric mean over tokens (GSPO), in
+            place of that of the whole sequence (RLOO).
 
     Raises:
         ValueError: A bound out of range.

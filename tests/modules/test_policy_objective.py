@@ -252,7 +252,7 @@ def test_clip_fractions_are_of_what_the_loss_clips(name: str, clipped: float) ->
 def test_means_per_token_are_summed_where_the_policy_term_is() -> None:
     tokens, rows = torch.tensor([600.0, 4.0])
     for name, loss in POLICY_LOSSES.items():
-        expected = 150.0 if name in ("sequence_clip", "remax") else 1.0
+        expected = 150.0 if name in ("sequence_clip", "remax", "luspo") else 1.0
         assert float(summed_tokens(loss, tokens=tokens, rows=rows)) == expected, name
 
 

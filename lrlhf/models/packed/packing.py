@@ -1,4 +1,4 @@
-"""Sequence packing with shared prefixes: rows one after another, common beginnings only once.
+"""Sequence packing with prefix sharing: rows one after another, common beginnings only once.
 
 A token attends to its own row alone (a block-diagonal mask; tree attention where rows share).
 
