@@ -168,7 +168,8 @@ def test_a_misspelt_class_is_answered_with_the_nearest_and_one_for_another_optio
             "--config",
             "error: no command '--config'; the command comes first: "
             "lrlhf {fit,init,configs,launch,check,audit,plan,validate,test,predict,generate,chat,"
-            "compare,inspect,diagnose,reward,verify,export,replay,convert,serve-reward} --config ...\n",
+            "compare,inspect,diagnose,reward,verify,export,replay,convert,"
+            "serve-reward} --config ...\n",
         ),
     ],
 )
