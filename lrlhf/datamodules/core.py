@@ -32,6 +32,7 @@ from lrlhf.datamodules.loading.sources import (
     Entries,
     Fetching,
     Row,
+    Source,
     Weighted,
     components_of,
     entries_of,
@@ -69,7 +70,8 @@ class RowKind(Generic[DraftT, RowT, BatchT]):
     Args:
         parse: Reads one row, given the folder that its relative paths start from, or raises
             `BadRow`.
-        expand: Returns the rows that one of the data stands for, or raises `BadRow`.
+        expand: Returns the rows that one of the data stands for, or raises `BadRow`; these are what
+            is counted.
         collate: Makes a batch of rows; must be picklable to reach worker processes.
         finish: Makes rows of what was parsed, many at a time, such as by tokenising; a `BadRow`
             stands for one that cannot be used. None: what was parsed are the rows.
@@ -151,21 +153,18 @@ class RowKind(Generic[DraftT, RowT, BatchT]):
             # where there are several sources, the column keeps results apart
             added = {"source": component.name} if len(components) > 1 else {}
             for source in component.sources:
-                for number, row in enumerate(islice(source, limit), start=1):
-                    location = f"{source.name}:{number}"
+                expanded = self._expanded(source, added, component.columns, columns)
+                for location, row in islice(expanded, limit):
                     bad_rows.total += 1
                     try:
                         if isinstance(row, BadRow):
                             raise row
-                        columns.update(dict.fromkeys(row))
-                        own = self.expand({**added, **row, **component.columns})
-                        parsed_rows = [parse(each, source.folder) for each in own]
+                        draft = parse(row, source.folder)
                     except BadRow as problem:
                         bad_rows.add(location, problem)
                     else:
-                        drafts += [Located(index, location, draft) for draft in parsed_rows]
-                        texts = (text for draft in parsed_rows for text in self.texts(draft))
-                        split += any(map(is_split, texts))
+                        drafts.append(Located(index, location, draft))
+                        split += any(map(is_split, self.texts(draft)))
         values: Sequence[Any] = [draft.value for draft in drafts]
         rows: list[Located[RowT]] = []
         finished = values if self.finish is None else self.finish(values)
@@ -185,6 +184,20 @@ class RowKind(Generic[DraftT, RowT, BatchT]):
             *unused_notes(bad_rows.unused),
         ]
         return Split(components, rows, tuple(columns))
+
+    def _expanded(
+        self, source: Source, before: Row, after: Row, columns: dict[str, None]
+    ) -> Iterator[tuple[str, Row | BadRow]]:
+        """Yield the rows that those of a source stand for, and note what columns these have."""
+        for number, row in enumerate(source, start=1):
+            own: Sequence[Row | BadRow] = (row,)
+            if not isinstance(row, BadRow):
+                columns.update(dict.fromkeys(row))
+                try:
+                    own = self.expand({**before, **row, **after})
+                except BadRow as problem:
+                    own = (problem,)
+            yield from ((f"{source.name}:{number}", each) for each in own)
 
     def _parser(
         self, bad_rows: BadRows, ours: Collection[str]

@@ -94,21 +94,23 @@ class SupervisedDataModule(TextDataModule[SupervisedRow, SupervisedBatch]):
     def _texts(
         self, trainer: L.Trainer | None, **changed: Any
     ) -> RowKind[SupervisedDraft, SupervisedRow, SupervisedBatch]:
-        return text_kind(self, trainer, self._max_tokens, **{**self._row_options, **changed})
+        options = {**self._row_options, **changed}
+        return text_kind(self, trainer, self._max_tokens, SupervisedParser, **options)
 
 
 def text_kind(
     data: TextDataModule[Any, Any],
     trainer: L.Trainer | None,
     max_tokens: int | None,
+    parser: type[SupervisedParser],
     **options: Any,
 ) -> RowKind[SupervisedDraft, SupervisedRow, SupervisedBatch]:
-    """Return how texts are read; ``options`` are those of `SupervisedParser`."""
+    """Return how texts are read; ``options`` are those of the parser."""
     tokenizer, chat, media = data.reader(trainer)
     media = media.limited(max_tokens, "max_tokens", ", or cut the texts into passages")
     endings = Endings(tokenizer, of_module(trainer, "end_token_ids") or ())
     return RowKind(
-        parse=SupervisedParser(chat, media, **options),
+        parse=parser(chat, media, **options),
         reached=lambda draft: draft.reached,
         constants=chat.constants,
         finish=lambda drafts: media.check(tokenize_supervised(tokenizer, drafts, endings)),

@@ -39,40 +39,29 @@ class KTO(ReferencedPolicy, RowModule[UnpairedRows]):
         ℓ = λ_D (1 - σ(r - β z0)) of a desirable answer,    λ_U (1 - σ(β z0 - r)) of another
         z0 = max(0, mean of Σ_t (log π(y'_t | x) - log π_ref(y'_t | x)))      without gradient
 
-    The mismatched pairs (x, y'), a prompt and the answer to another one, are made by
-    `lrlhf.datamodules.UnpairedPreferenceDataModule`, one for each row; z0 is the mean over those of
-    the step, of all ranks, in evaluations over those of the whole set.
+    `lrlhf.datamodules.UnpairedPreferenceDataModule` makes a mismatched pair (x, y') for each row;
+    z0 is the mean over those of the step, of all ranks, in evaluations of the whole set.
     Differs from the paper: there y' are the answers of a micro-batch, shifted by one.
 
     Args:
-        policy: What to train: a hub id, a folder, ``package:<module>``, a `CausalLM` that says
-            how to load it (LoRA, precision, frozen parts), or a model that is already built (then
-            pass ``tokenizer``).
-        tokenizer: For a policy that is already built.
-        processor: For a vision-language policy that is already built; as ``AutoProcessor`` loads
-            it.
+        policy: As in `DPO`.
+        tokenizer: As in `DPO`.
+        processor: As in `DPO`.
         loss: ``kto``, or ``apo_zero_unpaired``, whose z0 is 0: for desirable answers that are
             better than the policy's.
         beta: Scale of the rewards.
         desirable_weight: λ_D. The paper advises a ratio between 1 and 4/3 of λ_D times the number
             of desirable answers to λ_U times that of the others.
         undesirable_weight: λ_U.
-        reference: Another model as the reference, with the policy's tokenizer. None: the policy as
-            it starts: a frozen copy, or with LoRA itself without what was learnt.
-        precompute_reference: Ask the reference once about every row, before training, and let go
-            of it: saves its memory, and its time from the second epoch on. Takes four bytes for
-            each token of an answer, twice.
-        micro_batch_tokens: Tokens of one forward pass as they are computed, padding included.
-            Memory, not results, depends on it. "auto": on a GPU as many as fit, which the first
-            steps find out, elsewhere as None; None: all rows of a batch at once.
-        logprob_chunk: Tokens whose logits may exist at the same time.
-        router_loss_coef: Weight of the load-balancing loss of a mixture of experts.
-        optimizer: AdamW and its schedule; 1e-6 where it names no ``lr``, and 3 % of the steps are
-            warm-up unless ``warmup_steps`` says otherwise.
-        max_grad_norm: Clip the gradient to this norm; ``inf`` leaves it.
-        guard: When an optimizer step is left out, and when to give up; of the limits only those
-            of loss and gradient are about given answers.
-        seed: Seeds dropout, together with rank and step; None: the seed of ``seed_everything``.
+        reference: As in `DPO`.
+        precompute_reference: As in `DPO`; takes four bytes for each token of an answer, twice.
+        micro_batch_tokens: As in `SFT`.
+        logprob_chunk: As in `DPO`.
+        router_loss_coef: As in `SFT`.
+        optimizer: As in `SFT`, with 1e-6 where it names no ``lr``.
+        max_grad_norm: As in `SFT`.
+        guard: As in `SFT`.
+        seed: As in `SFT`.
 
     Raises:
         ValueError: An option is out of its range.
@@ -133,8 +122,7 @@ class KTO(ReferencedPolicy, RowModule[UnpairedRows]):
 
     def rows_of(self, batch: UnpairedBatch, it: Iteration, *, training: bool) -> UnpairedRows:
         """Return the rows with the log-ratios of the mismatched pairs, in training their mean."""
-        refuse_other_batch(self, batch, UnpairedBatch, self.data_module)
-        mismatched = self._answers(batch.mismatched)
+        own, mismatched = self._parts_of(batch)
         known = mismatched.response_mask.any(dim=1)
         kl = torch.zeros(known.shape, device=known.device)
         if self.estimates_kl:
@@ -150,21 +138,21 @@ class KTO(ReferencedPolicy, RowModule[UnpairedRows]):
                 it.metrics.add("train/kl", kl[0].clamp(min=0), 1.0)
             else:
                 kl = torch.where(known, kl, torch.nan)
-        own = self._answers(batch.rows)
         values = {field.name: getattr(own, field.name) for field in fields(own)}
         return UnpairedRows(**values, labels=batch.labels, kl=kl)
 
-    def _answers(self, rows: SequenceBatch) -> SequenceBatch:
-        """Return rows whose answers are what the policy can say."""
-        return replace(rows, response_mask=loss_tokens(self.policy, rows))
+    def _parts_of(self, batch: UnpairedBatch) -> list[SequenceBatch]:
+        """Return rows and mismatched pairs, whose answers are what the policy can say."""
+        refuse_other_batch(self, batch, UnpairedBatch, self.data_module)
+        return [
+            replace(part, response_mask=loss_tokens(self.policy, part))
+            for part in (batch.rows, batch.mismatched)
+        ]
 
     def sequences_of(self, batch: UnpairedBatch) -> Iterator[SequenceBatch]:
         """Go through the rows and the mismatched pairs."""
-        refuse_other_batch(self, batch, UnpairedBatch, self.data_module)
-        it = Iteration(self)
-        for part in (batch.rows, batch.mismatched) if self.estimates_kl else (batch.rows,):
-            for _, micro in self.micro_batches(self._answers(part), it):
-                yield micro
+        for part in self._parts_of(batch)[: 2 if self.estimates_kl else 1]:
+            yield from (micro for _, micro in self.micro_batches(part, Iteration(self)))
 
     def _rewards(self, logprobs: Tensor, rows: SequenceBatch, *, beta: float) -> Tensor:
         mask, reference = rows.response_mask, self.of_reference(rows)
@@ -206,20 +194,23 @@ class KTO(ReferencedPolicy, RowModule[UnpairedRows]):
         self, outputs: RowOutputs, rows: UnpairedRows, metrics: MetricSums, prefix: str
     ) -> None:
         rewards = _of_answers(outputs)
-        if metrics is self._evaluated:  # z0 is known once all are
+        if metrics is self._evaluated:  # z0, and with it the loss, is known once all are
             part = torch.stack([rewards, rows.kl.to(rewards), rows.labels.to(rewards)], dim=1)
             self._measured.setdefault(prefix, []).append(part.cpu())
-            return
-        super()._measure(outputs, rows, metrics, prefix)
-        metrics.add_values("rewards/chosen_mean", rewards[rows.labels])
-        metrics.add_values("rewards/rejected_mean", rewards[~rows.labels])
+        else:
+            super()._measure(outputs._replace(values={}), rows, metrics, prefix)
+            prefix = "rewards/"
+        metrics.add_values(f"{prefix}chosen_mean", rewards[rows.labels])
+        metrics.add_values(f"{prefix}rejected_mean", rewards[~rows.labels])
 
     def derived(self, means: dict[str, float]) -> dict[str, float]:
-        """Add the margin between desirable and undesirable answers."""
-        chosen, rejected = (means.get(f"rewards/{name}_mean") for name in ("chosen", "rejected"))
-        if chosen is None or rejected is None:
-            return means
-        return means | {"rewards/margin": chosen - rejected}
+        """Add the margins between desirable and undesirable answers."""
+        margins = {}
+        for name, chosen in means.items():
+            rejected = means.get(name.replace("chosen_mean", "rejected_mean"))
+            if name.endswith("chosen_mean") and rejected is not None:
+                margins[name.replace("chosen_mean", "margin")] = chosen - rejected
+        return means | margins
 
     def tell(
         self,
@@ -243,23 +234,19 @@ class KTO(ReferencedPolicy, RowModule[UnpairedRows]):
     def evaluation_values(self) -> dict[str, float]:
         """Return what all rows were measured to be, from their common reference point."""
         own = {prefix: torch.cat(parts) for prefix, parts in self._measured.items()}
-        values = self.roc_areas({prefix: part[:, [0, 2]] for prefix, part in own.items()})
+        values = super().evaluation_values()
+        values |= self.roc_areas({prefix: part[:, [0, 2]] for prefix, part in own.items()})
         for prefix in self.prefixes():
             parts = Collectives(self.trainer).gather(own.get(prefix, torch.empty(0, 3)))
             rewards, kl, labels = torch.cat(parts).unbind(dim=1)
-            desirable = labels > 0
-            # no pair at all has no mean
+            if not len(rewards):
+                continue
+            # of no pair there is no mean
             point = kl.nanmean().nan_to_num(0.0).clamp(min=0).expand(rewards.shape)
-            losses = kto_loss(rewards, desirable, self.beta * point, **self.weights)
-            found = {
-                "loss": losses.mean(),
-                "chosen_mean": rewards[desirable].mean(),
-                "rejected_mean": rewards[~desirable].mean(),
-            }
-            found["margin"] = found["chosen_mean"] - found["rejected_mean"]
-            if self.estimates_kl and len(point):
-                found["kl"] = point[0]
-            values |= {f"{prefix}{name}": float(v) for name, v in found.items() if v == v}
+            losses = kto_loss(rewards, labels > 0, self.beta * point, **self.weights)
+            values[f"{prefix}loss"] = float(losses.mean())
+            if self.estimates_kl:
+                values[f"{prefix}kl"] = float(point[0])
         return values
 
 

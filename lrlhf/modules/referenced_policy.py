@@ -6,27 +6,17 @@ import hashlib
 import logging
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 
-from lrlhf.models import (
-    CausalLM,
-    ReferencePolicy,
-    TextLimits,
-    frozen_reference,
-    limits_of,
-    plain_model,
-)
-from lrlhf.modules.base import SingleModelModule
-from lrlhf.modules.checks import refuse_idle_encoder
+from lrlhf.models import CausalLM, ReferencePolicy, TextLimits, frozen_reference, limits_of
 from lrlhf.modules.contracts import HasEveryRow
-from lrlhf.modules.policy.load_policy import LoadedPolicy
+from lrlhf.modules.policy.load_policy import LoadedPolicy, LoadedPolicyModule
 from lrlhf.run import Collectives
 from lrlhf.run.lightning_internals import data_in_use
 from lrlhf.types import SequenceBatch
@@ -34,7 +24,7 @@ from lrlhf.types import SequenceBatch
 logger = logging.getLogger(__name__)
 
 
-class ReferencedPolicy(SingleModelModule):
+class ReferencedPolicy(LoadedPolicyModule):
     """A policy and its reference, which is asked in every step, or once about every row.
 
     A subclass calls `set_policy` and defines ``logprob_chunk`` and ``sequences_of``.
@@ -60,8 +50,7 @@ class ReferencedPolicy(SingleModelModule):
             ask_first: Ask the reference about every row before training, and let go of it.
             has_one: Whether there is a reference at all.
         """
-        self._loaded = loaded
-        self.policy, self.tokenizer, self.processor = loaded
+        self.set_model(loaded)
         spec = CausalLM(source=reference) if isinstance(reference, str) else reference
         self.reference: ReferencePolicy | None = (
             frozen_reference(self.policy, spec) if has_one else None
@@ -74,33 +63,12 @@ class ReferencedPolicy(SingleModelModule):
     def sequences_of(self, batch: Any) -> Iterable[SequenceBatch]:
         """Go through the sequences of a batch, on the device, that the reference is asked about."""
 
-    def trainable_models(self) -> dict[str, nn.Module]:
-        return {"policy": self.policy}
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(checkpoint)
-        self._loaded.save_ends(checkpoint)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_load_checkpoint(checkpoint)
-        self._loaded.load_ends(checkpoint)
-
-    def export_pretrained(self, folder: Path | None) -> None:
-        """Write the policy, adapters merged, and its tokenizer, as ``transformers`` loads them."""
-        self._loaded.save(folder)
-
     def text_limits(self, *, training: bool) -> list[TextLimits]:
         frozen = [] if self.reference is None else [self.reference.model]
         return [*super().text_limits(training=training), *limits_of(frozen)]
 
-    @property
-    def end_token_ids(self) -> frozenset[int]:
-        """Token ids at which the policy's generation stops."""
-        return self._loaded.end_token_ids
-
     def on_fit_start(self) -> None:
-        self._loaded.learn_ends(self.trainer)
-        refuse_idle_encoder(self.trainer, plain_model(self.policy), self.processor)
+        super().on_fit_start()
         self._place_reference()
         # a step that is replayed has no data: the reference is asked about its rows then
         beforehand = self.precompute_reference and not self.step_guard.collects
@@ -108,7 +76,6 @@ class ReferencedPolicy(SingleModelModule):
             # in the precision of training steps, which Lightning calls in this context
             with self.trainer.precision_plugin.forward_context():
                 self._precompute_reference()
-        super().on_fit_start()
 
     def on_validation_start(self) -> None:
         if self.trainer.state.fn != TrainerFn.FITTING:

@@ -7,24 +7,23 @@ from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from peft import PeftModel
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from lrlhf.functional.names import import_function
 from lrlhf.functional.supervised import TOKEN_LOSSES, TokenLoss
 from lrlhf.guard.anomalies import Guard, shown
 from lrlhf.models import CausalLM, loss_tokens, packs, plain_model, sequence_outputs
-from lrlhf.modules.checks import refuse_idle_encoder, refuse_other_batch
+from lrlhf.modules.checks import refuse_other_batch
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.modules.policy.iteration import Iteration
-from lrlhf.modules.policy.load_policy import load_policy
+from lrlhf.modules.policy.load_policy import LoadedPolicyModule, load_policy
 from lrlhf.modules.row_module import RowModule, RowOutputs
 from lrlhf.types import SequenceBatch, SupervisedBatch
 
 _METRICS = ("loss", "mean_logprob", "perplexity", "token_accuracy", "entropy")
 
 
-class SFT(RowModule[SequenceBatch]):
+class SFT(LoadedPolicyModule, RowModule[SequenceBatch]):
     """Trains a language model on given texts, with images where it reads them.
 
     One training step is one optimizer step. Its loss is the mean over all trained tokens of its
@@ -102,35 +101,16 @@ class SFT(RowModule[SequenceBatch]):
         )
         self.require_packing = require_packing
         self.log_entropy, self.logprob_chunk = log_entropy, logprob_chunk
-        loaded = load_policy(policy, tokenizer, processor)
-        self.policy = loaded.model
-        self.set_model(loaded)
-
-    def trainable_models(self) -> dict[str, nn.Module]:
-        return {"policy": self.policy}
-
-    @property
-    def end_token_ids(self) -> frozenset[int]:
-        """Token ids at which the policy's generation stops."""
-        return self._loaded.end_token_ids
+        self.set_model(load_policy(policy, tokenizer, processor))
 
     def on_fit_start(self) -> None:
-        self._loaded.learn_ends(self.trainer)
-        refuse_idle_encoder(self.trainer, plain_model(self.policy), self.processor)
+        super().on_fit_start()
         if self.require_packing and not packs(plain_model(self.policy)):
             raise ValueError(
                 f"require_packing is set, and {type(plain_model(self.policy)).__name__} cannot "
                 "compute rows without padding (the log says why): take another model or "
                 "attn_implementation, or leave require_packing out"
             )
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(checkpoint)
-        self._loaded.save_ends(checkpoint)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_load_checkpoint(checkpoint)
-        self._loaded.load_ends(checkpoint)
 
     # ---- its rows
 

@@ -163,10 +163,21 @@ def test_images_stay_with_their_prompt(vlm_folder: str, tmp_path: Path) -> None:
         assert shown.sum(dim=1).tolist() == [6, 6, 0, 0]  # 2 x 3 squares of 28 pixels
     said = [text for _, text in read(batch.mismatched, tokenizer)]
     assert [text[:4] for text in said] == ["nine", "five", "seve", "eigh"]
-    turns = [*asked, {"role": "assistant", "content": "so"}, *asked]
-    more = {"prompt": asked, "completion": turns[1:], "images": ["1.png"] * 2, "label": False}
-    text = refused(*rows, more, folder=tmp_path, tokenizer=vlm_folder)
-    assert "the answer shows an image" in text
+
+
+def test_an_answer_that_shows_an_image_stands_behind_no_other_prompt(
+    vlm_folder: str, tmp_path: Path
+) -> None:
+    Image.fromarray(np.zeros((56, 84, 3), np.uint8)).save(tmp_path / "1.png")
+    says, shown = {"role": "assistant", "content": "so"}, {"role": "user", "content": "<image>"}
+    asked = {"prompt": [{"role": "user", "content": "what?"}], "label": True}
+    rows = [
+        {**asked, "completion": [says, shown, says], "image": "1.png"},
+        {"prompt": [{"role": "user", "content": "and?"}], "completion": "nine", "label": False},
+    ]
+    batch = batch_of(*rows, folder=tmp_path, tokenizer=vlm_folder)
+    said = [text for _, text in read(batch.mismatched, vlm().tokenizer)]
+    assert [text[:4] for text in said] == ["nine", ""]
 
 
 # ---- what is refused
@@ -182,6 +193,27 @@ def test_labels_are_true_or_false(label: Any) -> None:
 def test_a_row_without_a_label() -> None:
     assert "no column 'label'" in refused(*ROWS, {"prompt": "a?", "completion": " one"})
     assert "no column 'rejected'" in refused(*ROWS, {"prompt": "a?", "chosen": " one"})
+
+
+def test_what_cannot_be_used_is_counted_in_answers() -> None:
+    pairs = [{"prompt": prompt, "chosen": " one", "rejected": " two"} for prompt in "abc" + "x" * 3]
+    for pair in pairs[3:]:
+        pair["prompt"] = "a prompt that is too long"
+    assert len(batch_of(*pairs, max_tokens=9, max_bad_fraction=0.5, batch_size=6)) == 6
+    text = refused(*pairs, max_tokens=9)
+    assert "6 of 12 rows of the train data cannot be used: 50.00%" in text
+    # one answer of a pair that is too long
+    pairs[3] = {"prompt": "d", "chosen": " one that is too long", "rejected": " two"}
+    assert len(batch_of(*pairs, max_tokens=9, max_bad_fraction=0.5, batch_size=7)) == 7
+
+
+@pytest.mark.parametrize(
+    "row", [{"text": "a? one"}, {"messages": [{"role": "user", "content": "a?"}]}]
+)
+def test_no_remedy_names_an_option_of_other_data(row: Any) -> None:
+    text = refused(*ROWS, {**row, "label": True})
+    assert "loss_on" not in text
+    assert "text_column" not in text
 
 
 @pytest.mark.parametrize(("label", "word"), [(True, "desirable"), (False, "undesirable")])

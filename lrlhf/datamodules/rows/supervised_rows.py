@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -39,8 +39,9 @@ from lrlhf.datamodules.rows.media_rows import DeferredMedia, MediaReader, Tokeni
 from lrlhf.datamodules.rows.preference_rows import digest, keyed
 from lrlhf.datamodules.rows.prompt_rows import DIALOGUE_COLUMNS, without_prompt
 from lrlhf.media import MediaRefs
-from lrlhf.types import SupervisedBatch
+from lrlhf.types import SupervisedBatch, TextBatch
 
+BatchT = TypeVar("BatchT", bound=TextBatch)
 LossOn: TypeAlias = Literal["all", "completion", "assistant"]
 
 
@@ -59,6 +60,8 @@ class SupervisedDraft:
     answered: bool = False
     """The assistant says the last of it."""
     refs: MediaRefs = field(default_factory=MediaRefs)
+    label: bool | None = None
+    """Whether an answer is desirable, where the data says so."""
 
     @property
     def reached(self) -> Reached:
@@ -67,7 +70,7 @@ class SupervisedDraft:
         learnt = text if self.prompt is None else after(self.prompt.text, text)
         if self.spans is not None:
             learnt = "\n".join(text[first:last] for first, last in self.spans)
-        return Reached(text, learnt, repr(self.refs), rendered=self.text.complete)
+        return Reached(text, learnt, repr((self.refs, self.label)), rendered=self.text.complete)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +80,7 @@ class SupervisedRow(TokenizedText):
     trained: Mask
     """Whether the loss is on each token."""
     key: str
+    label: bool | None = field(default=None, compare=False)
     place: str = field(default="", compare=False)
     """Source and row number; no part of what the row is."""
 
@@ -99,9 +103,11 @@ class SupervisedParser:
     messages_column: str = "messages"
     prompt_column: str = "prompt"
     completion_column: str = "completion"
-    text_column: str = "text"
+    text_column: str | None = "text"
     as_chat: bool = False
     system_prompt: str | None = None
+    or_all: ClassVar[str] = ", or set `loss_on` to all"
+    """Ends remedies."""
 
     def __call__(self, row: Row, folder: Path | None = None) -> SupervisedDraft:
         """Parse one row, or raise `BadRow`; relative paths start from ``folder``."""
@@ -111,26 +117,28 @@ class SupervisedParser:
         for column in (self.messages_column, *DIALOGUE_COLUMNS):
             if row.get(column) is not None:
                 return self._dialogue(read_messages(row[column], column), None, row, folder)
-        if row.get(self.text_column) is not None:
-            return self._text(row, folder)
-        expected = f"{self.messages_column}, {self.prompt_column} and {self.completion_column}, or "
-        columns = ", ".join(sorted(row)) or "none"
+        if self.text_column is not None and row.get(self.text_column) is not None:
+            return self._text(row, folder, self.text_column)
+        names = [self.messages_column, f"{self.prompt_column} and {self.completion_column}"]
+        settings = ["`messages_column`", "`prompt_column` and `completion_column`"]
+        if self.text_column is not None:
+            names, settings = [*names, self.text_column], [*settings, "`text_column`"]
+        expected, known = (f"{', '.join(each[:-1])}, or {each[-1]}" for each in (names, settings))
         raise BadRow(
             "missing column",
-            f"it has no column {expected}{self.text_column} (columns: {columns})",
-            remedy="name the right columns in `messages_column`, `prompt_column` and "
-            "`completion_column`, or `text_column`",
+            f"it has no column {expected} (columns: {', '.join(sorted(row)) or 'none'})",
+            remedy=f"name the right columns in {known}",
         )
 
-    def _text(self, row: Row, folder: Path | None) -> SupervisedDraft:
+    def _text(self, row: Row, folder: Path | None, column: str) -> SupervisedDraft:
         if self.loss_on in ("completion", "assistant"):
             raise BadRow(
                 "no completion",
-                f"column {self.text_column!r} is a whole text, and loss_on is {self.loss_on}",
+                f"column {column!r} is a whole text, and loss_on is {self.loss_on}",
                 remedy="set `loss_on` to all, or give `prompt` and `completion`, or `messages`",
             )
         refs = self.media.of_columns(row, folder)
-        (text,) = self.media.of_texts((text_of(row, self.text_column),), refs)
+        (text,) = self.media.of_texts((text_of(row, column),), refs)
         return SupervisedDraft(Text(text, complete=False), keyed(text, refs), refs=refs)
 
     def _pair(self, row: Row, folder: Path | None) -> SupervisedDraft:
@@ -178,9 +186,9 @@ class SupervisedParser:
         if start is None:
             start = len(messages) - 1
             if loss_on == "completion" and messages[-1]["role"] != "assistant":
-                raise _is_blank("the last turn is not the assistant's")
+                raise _is_blank("the last turn is not the assistant's", self.or_all)
         if loss_on == "assistant" and first is None:
-            raise _is_blank("no turn is the assistant's")
+            raise _is_blank("no turn is the assistant's", self.or_all)
         masked = _masked_turns(messages)
         if masked and loss_on == "all":
             raise BadRow(
@@ -203,7 +211,7 @@ class SupervisedParser:
             loss_on = "assistant"
         if loss_on == "assistant":
             if all(i in masked for i, one in enumerate(messages) if one["role"] == "assistant"):
-                raise _is_blank("every answer is marked as not to be learnt", "")
+                raise _is_blank("every answer is marked as not to be learnt")
             text, spans = self.chat.render_spans(messages, row, without=masked)
             return draft(Text(text, complete=True), spans=tuple(spans))
         rendered = Text(self.chat.render(messages, row, prompt=False), complete=True)
@@ -242,7 +250,7 @@ def _masked_turns(messages: Turns) -> set[int]:
     return masked
 
 
-def _is_blank(what: str, otherwise: str = ", or set `loss_on` to all") -> BadRow:
+def _is_blank(what: str, otherwise: str = "") -> BadRow:
     return BadRow("no completion", what, remedy=f"leave the row out{otherwise}")
 
 
@@ -299,15 +307,20 @@ def _row(
         trained=learnt.trained,
         ends=learnt.ends,
         key=digest(draft.key),
+        label=draft.label,
         deferred=DeferredMedia(text, draft.refs) if draft.refs else None,
     )
 
 
-def collate_supervised(rows: Sequence[SupervisedRow], pad_token_id: int) -> SupervisedBatch:
+def collate_supervised(
+    rows: Sequence[SupervisedRow],
+    pad_token_id: int,
+    kind: Callable[..., BatchT] = SupervisedBatch,  # type: ignore[assignment]
+) -> BatchT:
     """Make a right-padded batch."""
     input_ids, attention_mask = padded(rows, pad_token_id, "right")
     trained = [torch.from_numpy(row.trained) for row in rows]
-    return SupervisedBatch(
+    return kind(
         input_ids=input_ids,
         attention_mask=attention_mask,
         response_mask=pad_sequence(trained, batch_first=True, padding_value=False),

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import lightning as L
 from peft import PeftModel
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from lrlhf.datamodules.text import TextDataModule
@@ -23,6 +24,8 @@ from lrlhf.models import (
     save_model,
     stop_at,
 )
+from lrlhf.modules.base import SingleModelModule
+from lrlhf.modules.checks import refuse_idle_encoder
 from lrlhf.run.quiet_output import quiet
 
 END_TOKEN_IDS = "end_token_ids"
@@ -62,6 +65,40 @@ class LoadedPolicy(NamedTuple):
         save_model(self.model, folder, self.tokenizer)
         if self.processor is not None and folder is not None:
             self.processor.save(folder)
+
+
+class LoadedPolicyModule(SingleModelModule):
+    """A policy that learns from given texts; a subclass calls `set_model`."""
+
+    def set_model(self, loaded: LoadedPolicy) -> None:
+        """Take the policy, and what reads for it."""
+        self._loaded = loaded
+        self.policy, self.tokenizer, self.processor = loaded
+
+    def trainable_models(self) -> dict[str, nn.Module]:
+        return {"policy": self.policy}
+
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        """Token ids at which the policy's generation stops."""
+        return self._loaded.end_token_ids
+
+    def on_fit_start(self) -> None:
+        self._loaded.learn_ends(self.trainer)
+        refuse_idle_encoder(self.trainer, plain_model(self.policy), self.processor)
+        super().on_fit_start()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        self._loaded.save_ends(checkpoint)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        self._loaded.load_ends(checkpoint)
+
+    def export_pretrained(self, folder: Path | None) -> None:
+        """Write the policy, adapters merged, and its tokenizer, as ``transformers`` loads them."""
+        self._loaded.save(folder)
 
 
 @quiet()
