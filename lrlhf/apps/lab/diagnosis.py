@@ -5,22 +5,31 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from array import array
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lrlhf.apps.lab.run_files import RunFiles, records
-from lrlhf.statistics.intervals import t_quantile
+from lrlhf.statistics.intervals import Estimate, t_quantile
 from lrlhf.statistics.paired import mean_by_sign_flips
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 _FEW = 8
 """Iterations of which a trend says nothing."""
 _POWER = 2.8
 """Standard errors of a difference that is found in 80 % of all runs at a level of 5 %."""
+
+
+_ALWAYS = {"skipped_steps", "failing_rewards", "engine_differs"}
+_ALWAYS |= {"steps_too_large", "length", "training_prompts_only"}
+"""What a run that learns should mend too."""
 
 
 class Cause(NamedTuple):
@@ -44,37 +53,13 @@ class Diagnosis(NamedTuple):
     """Figures of the signal; NaN where the files do not say."""
 
 
-class _Group(NamedTuple):
-    """The responses to one prompt in one iteration, in arrays with an entry for each."""
-
-    step: int
-    prompt: str
-    distinct: int
-    """Texts that differ."""
-    right_texts: float
-    """Share of the texts that hold the row's ``answer`` column as a word, less the share that hold
-    the answer of the prompt before: what it is by chance. NaN: there is none."""
-    scores: NDArray[np.float64]
-    lengths: NDArray[np.float64]
-    cut_off: NDArray[np.bool_]
-    advantages: NDArray[np.float64]
-    rewards: dict[str, NDArray[np.float64]]
-    """Each reward times its weight."""
-
-    @property
-    def spread(self) -> float:
-        """Standard deviation of the scores that there are."""
-        known = self.scores[np.isfinite(self.scores)]
-        return float(known.std()) if len(known) else 0.0
-
-
 class _Trend(NamedTuple):
     """How far a straight line through the values rises over the run, and its 95 % interval."""
 
     rise: float
     reach: float
     noise: float
-    """Standard deviation of a value around the line."""
+    """Standard deviation around the line of as many independent values."""
 
     @property
     def grows(self) -> bool:
@@ -85,7 +70,7 @@ class Evidence:
     """The files of a run as the checks read them.
 
     Args:
-        run: Of a policy: it has logged ``rollout/score``.
+        run: Of a policy: it has logged ``rollout/response_length``.
 
     Raises:
         ValueError: It is the run of a reward model or of something else without rollouts, or a
@@ -94,20 +79,44 @@ class Evidence:
 
     def __init__(self, run: RunFiles) -> None:
         self.curves = {
-            name: dict(sorted((step, value) for step, value in curve.items() if value == value))
+            name: {step: curve[step] for step in sorted(curve) if math.isfinite(curve[step])}
             for name, curve in run.curves().items()
         }
-        if not self.curves.get("rollout/response_length"):
+        self.steps = len(self.curves.get("rollout/response_length", ()))
+        if not self.steps:
             raise ValueError(
                 f"{run.folder} is not the run of a policy, or has not rolled out yet: metrics.csv "
                 "has no rollout/response_length. For reward models see docs/troubleshooting.md"
             )
-        self._options = run.options
-        self.groups = list(_groups(run.responses()))
-        self.evaluations = {
-            step: list(records(path)) for step, path in _ends(list(run.evaluations.items()))
-        }
-        self.steps = len(self.curves["rollout/response_length"])
+        self.run, self._options = run, run.options
+        paths = list(run.evaluations.items())
+        self.evaluations = {step: _main_rows(path) for step, path in [*paths[:1], *paths[1:][-1:]]}
+        table = _table(run)
+        self.rows = table[np.isfinite(table["score"])]
+        """One per response that has a score."""
+        grouped = self._compares and table.groupby("group").size().max() != 1
+        self.unit = "group" if grouped else "iteration"
+        """Whose scores the algorithm compares."""
+        self.a_unit = "a group" if grouped else "an iteration"
+        self.rows = self.rows.assign(unit=self.rows["group" if grouped else "step"])
+        steps = np.unique(self.rows["step"])
+        self.late = self.rows[self.rows["step"].isin(steps[-_quarter(len(steps)) :])]
+        """The rows of the last quarter of the steps."""
+
+    @property
+    def algorithm(self) -> str:
+        """What advantages are by; empty: as the module has it."""
+        name = self.option("advantage.estimator") or self.option("algorithm")
+        return str(name or ("ppo" if "value/explained_variance" in self.curves else ""))
+
+    @property
+    def _compares(self) -> bool:
+        if self.algorithm in ("", "ppo"):
+            return not self.algorithm
+        from lrlhf.functional.algorithms import ESTIMATORS  # noqa: PLC0415  with torch
+
+        known = ESTIMATORS.get(self.algorithm)
+        return known is None or known.groups
 
     def option(self, name: str) -> Any:
         """Return an option of the module; None: the run's files do not say."""
@@ -117,144 +126,197 @@ class Evidence:
             value = value.get("init_args", value) if isinstance(value, Mapping) else value
         return value
 
-    def named(self, name: str) -> str:
-        """Name an option of the module, with its value where the config has one."""
-        value = self.option(name)
-        return f"model.{name}" if value is None else f"model.{name} ({value})"
+    def with_values(self, text: str) -> str:
+        """Add the value to each option that the text names, where the config has a plain one."""
+
+        def named(found: re.Match[str]) -> str:
+            value = self.option(found[1])
+            plain = isinstance(value, str | int | float)
+            return f"{found[0]} ({value})" if plain else found[0]
+
+        return re.sub(r"\bmodel\.(\w+(?:\.\w+)*)", named, text)
 
     def early(self, name: str) -> float:
         """Return the mean of a metric over the first quarter of its steps."""
-        return self._mean(name, slice(None, self._quarter(name)))
+        values = list(self.curves.get(name, {}).values())
+        return _mean(values[: _quarter(len(values))])
 
     def recent(self, name: str) -> float:
         """Return the mean of a metric over the last quarter of its steps."""
-        return self._mean(name, slice(-self._quarter(name), None))
+        values = list(self.curves.get(name, {}).values())
+        return _mean(values[-_quarter(len(values)) :])
 
-    def _quarter(self, name: str) -> int:
-        return max(1, len(self.curves.get(name, ())) // 4)
+    def trend(self, first: float = -math.inf, last: float = math.inf) -> _Trend:
+        """Fit a straight line through ``rollout/score``.
 
-    def _mean(self, name: str, part: slice) -> float:
-        values = list(self.curves.get(name, {}).values())[part]
-        return math.fsum(values) / len(values) if values else math.nan
-
-    def trend(self, name: str) -> _Trend:
-        """Fit a straight line through a metric, each step as one observation."""
-        values = np.array(list(self.curves.get(name, {}).values()))
+        Values near each other may be alike, as where prompts are sorted: for their autocorrelation
+        ρ, n of them count as n (1 - ρ) / (1 + ρ).
+        """
+        curve = self.curves.get("rollout/score", {})
+        values = np.array([value for step, value in curve.items() if first <= step <= last])
         count = len(values)
-        if count < _FEW or not np.isfinite(values).all():
+        if count < _FEW:
             return _Trend(math.nan, math.inf, math.nan)
         place = np.linspace(-0.5, 0.5, count)
         rise = float(place @ values / (place @ place))
         gaps = values - values.mean() - rise * place
-        noise = math.sqrt(float(gaps @ gaps) / (count - 2))
+        total = float(gaps @ gaps)
+        alike = min(max(float(gaps[1:] @ gaps[:-1]) / total, 0.0), 0.9) if total > 0 else 0.0
+        noise = math.sqrt(total / (count - 2) * (1 + alike) / (1 - alike))
         reach = t_quantile(0.95, count - 2) * noise / math.sqrt(float(place @ place))
         return _Trend(rise, reach, noise)
 
     @cached_property
-    def late(self) -> list[_Group]:
-        """The groups of the last quarter of the steps."""
-        steps = sorted({group.step for group in self.groups})
-        first = steps[-max(1, len(steps) // 4)] if steps else 0
-        return [group for group in self.groups if group.step >= first]
-
-    def pooled(self, name: str, groups: Sequence[_Group] | None = None) -> NDArray[np.float64]:
-        """Return one field of all responses that have a score."""
-        parts = [
-            getattr(group, name)[np.isfinite(group.scores)]
-            for group in (self.groups if groups is None else groups)
-        ]
-        return np.concatenate(parts).astype(float) if parts else np.zeros(0)
-
-    @cached_property
-    def gain(self) -> tuple[float, float, float] | None:
-        """Gain of the evaluation from the first to the last and its interval; None: unknown.
-
-        Prompts are paired, and samples of a prompt averaged.
-        """
+    def gain(self) -> Estimate | None:
+        """Gain from the first to the last evaluation: prompts are paired; None: unknown."""
         sides = [_by_prompt(rows) for rows in self.evaluations.values()]
-        if len(sides) < 2:
-            return None
-        shared = [key for key in sides[0] if key in sides[1]]
-        if not shared:
-            return None
-        own = mean_by_sign_flips([sides[1][key] - sides[0][key] for key in shared])
-        return own.value, own.low, own.high
+        shared = [key for key in sides[0] if key in sides[-1]] if len(sides) > 1 else []
+        return (
+            mean_by_sign_flips([sides[1][key] - sides[0][key] for key in shared])
+            if shared
+            else None
+        )
 
     @property
     def collapsed(self) -> bool:
         """Whether the entropy has fallen to a tenth."""
         return abs(self.recent("policy/entropy")) < 0.1 * abs(self.early("policy/entropy"))
 
-    @cached_property
+    @property
     def unchanged_answers(self) -> float:
-        """Share of the evaluation's answers whose text is the same in the first and the last."""
+        """Share of the greedy answers whose text is the same in the first and last evaluation."""
         sides = list(self.evaluations.values())
-        if len(sides) < 2 or len(sides[0]) != len(sides[1]):
-            return math.nan
-        same = [
-            first.get("completion") == last.get("completion")
-            for first, last in zip(*sides, strict=True)
-            if first.get("temperature", 0.0) == 0.0
-        ]
-        return sum(same) / len(same) if same else math.nan
+        same = (
+            [
+                one.get("completion") == other.get("completion")
+                for one, other in zip(*sides, strict=True)
+                if not one.get("temperature")
+            ]
+            if len(sides) > 1 and len(sides[0]) == len(sides[1])
+            else []
+        )
+        return _mean(same)
+
+    def spreads(self, rows: pd.DataFrame) -> pd.Series[float]:
+        """Standard deviation of the scores that are compared, one value for each comparison."""
+        scores = rows.groupby("unit")["score"]
+        # equal values may differ from their mean by rounding
+        spread = scores.std(ddof=0).where(scores.max() > scores.min(), 0.0)
+        return spread[scores.size() > 1]
+
+    @cached_property
+    def _known_scores(self) -> list[float]:
+        own = self.rows["score"].tolist()
+        return own or list(self.curves.get("rollout/score", {}).values()) or [math.nan]
+
+    @property
+    def best(self) -> float:
+        """The best score that a response has earned."""
+        return max(self._known_scores)
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the score is four fifths of the way to the best, from what is poor but not rare.
+
+        Equal scores are good where they are above 0.
+        """
+        low = float(np.quantile(self._known_scores, 0.05))
+        return self.best > 0 and self.recent("rollout/score") >= low + 0.8 * (self.best - low)
+
+    @cached_property
+    def idle(self) -> float:
+        """Share of groups, or iterations, of equal scores in the last quarter; NaN: unknown."""
+        logged = self.recent("rollout/zero_variance_groups")
+        if self.unit == "group" and not math.isnan(logged):
+            return logged
+        alone = [max(self._known_scores) - min(self._known_scores)]
+        return _mean([spread == 0 for spread in list(self.spreads(self.late)) or alone])
+
+    def within(self, rows: pd.DataFrame, names: list[str]) -> pd.DataFrame:
+        """Return columns less their means of what is compared."""
+        return rows[names] - rows.groupby("unit")[names].transform("mean")
+
+    @cached_property
+    def rewards(self) -> pd.DataFrame:
+        """Each weighted reward as `within` has it, of the responses that have all of them."""
+        names = [name for name in self.rows if name.startswith("rewards/")]
+        parts = self.within(self.rows.dropna(subset=names), names)
+        return parts.rename(columns=lambda name: name.removeprefix("rewards/"))
 
 
-def _groups(rows: Iterator[dict[str, Any]]) -> Iterator[_Group]:
-    """Gather the responses of a prompt, which stand behind each other."""
-    other: Any = None
-    for _, same in groupby(rows, lambda row: (row.get("step"), row.get("rank"), row.get("group"))):
-        own = list(same)
-        yield _group(own, other)
-        other = (own[0].get("columns") or {}).get("answer")
+def _quarter(count: int) -> int:
+    return max(1, count // 4)
 
 
-def _group(rows: list[dict[str, Any]], other: Any) -> _Group:
-    def numbers(values: Sequence[Any]) -> NDArray[np.float64]:
-        return np.array([math.nan if value is None else float(value) for value in values])
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan
 
-    first = rows[0]
-    texts = [str(row.get("completion", "")) for row in rows]
-    answer = (first.get("columns") or {}).get("answer")
-    return _Group(
-        step=int(first.get("step", 0)),
-        prompt=str(first.get("prompt", "")),
-        distinct=len(set(texts)),
-        right_texts=_share_that_holds(texts, answer) - _share_that_holds(texts, other),
-        scores=numbers([row.get("score") for row in rows]),
-        lengths=numbers([row.get("length") for row in rows]),
-        cut_off=np.array([row.get("finish_reason") in {"length", "max_tokens"} for row in rows]),
-        advantages=numbers([row.get("advantage") for row in rows]),
-        rewards={
-            name: numbers([_weighted(row, name) for row in rows])
-            for name in first.get("rewards") or {}
+
+def _table(run: RunFiles) -> pd.DataFrame:
+    """Return what the checks read of the responses: numbers, and texts as their hashes."""
+    import pandas as pd  # noqa: PLC0415  takes half a second
+
+    count, columns = 0, defaultdict[str, "array[float]"](lambda: array("d", [math.nan]) * count)
+    for group, row in _grouped(run):
+        if row.get("padding"):  # of dynamic sampling: counts in nothing
+            continue
+        try:
+            entry = {"group": float(group), **_numbers(row)}
+        except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
+            raise ValueError(
+                f"{run.folder / 'rollouts.jsonl'}: a record of step {row.get('step')} is not as "
+                f"RolloutLog writes it ({type(error).__name__}: {error})"
+            ) from error
+        for name in {**columns, **entry}:
+            columns[name].append(entry.get(name, math.nan))
+        count += 1
+    for name in ("group", "step", "score", "length", "advantage", "cut", "text", "prompt"):
+        columns[name]
+    return pd.DataFrame({name: np.array(column) for name, column in columns.items()})
+
+
+def _grouped(run: RunFiles) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the responses with the number of their group, whose rows stand behind each other."""
+    key = lambda row: [row.get(name) for name in ("step", "rank", "group", "source", "row")]  # noqa: E731
+    for number, (_, rows) in enumerate(groupby(run.responses(), key)):
+        for row in rows:
+            yield number, row
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    weights, rewards = row.get("weights") or {}, row.get("rewards") or {}
+    texts = {"text": row.get("completion"), "prompt": row.get("prompt")}
+    return {
+        "step": float(row["step"]),
+        **{name: _number(row.get(name)) for name in ("score", "length", "advantage")},
+        "cut": float(row.get("finish_reason") in {"length", "max_turns"}),
+        # 52 bits are exact in a float
+        **{name: float(hash(str(text)) & (2**52 - 1)) for name, text in texts.items()},
+        **{
+            f"rewards/{name}": _number(value) * _number(weights.get(name, 1.0))
+            for name, value in rewards.items()
         },
-    )
+    }
 
 
-def _share_that_holds(texts: Sequence[str], answer: Any) -> float:
-    if not isinstance(answer, str | int | float) or not str(answer).strip():
-        return math.nan
-    word = re.compile(rf"(?<![\w.]){re.escape(str(answer).strip())}(?![\w])", re.IGNORECASE)
-    return sum(bool(word.search(text)) for text in texts) / len(texts)
+def _number(value: Any) -> float:
+    return math.nan if value is None else float(value)
 
 
-def _weighted(row: Mapping[str, Any], name: str) -> float | None:
-    value = row.get("rewards", {}).get(name)
-    weight = row.get("weights", {}).get(name, 1.0)
-    return None if value is None or weight is None else value * weight
+def _main_rows(path: Any) -> list[dict[str, Any]]:
+    """Return the records of an evaluation's first temperature, which ``eval/score`` is of."""
+    rows = list(records(path))
+    return [row for row in rows if row.get("temperature") == rows[0].get("temperature")]
 
 
 def _by_prompt(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     scores: dict[str, list[float]] = {}
     for row in rows:
-        if isinstance(row.get("score"), int | float):
-            key = json.dumps([row.get("source"), row.get("row"), row.get("prompt")])
-            scores.setdefault(key, []).append(float(row["score"]))
-    return {key: math.fsum(own) / len(own) for key, own in scores.items()}
-
-
-def _ends(entries: list[Any]) -> list[Any]:
-    return entries if len(entries) < 2 else [entries[0], entries[-1]]
+        score = row.get("score")
+        if isinstance(score, int | float) and math.isfinite(score):
+            key = json.dumps([row.get(name) for name in ("set", "source", "row", "prompt")])
+            scores.setdefault(key, []).append(float(score))
+    return {key: _mean(own) for key, own in scores.items()}
 
 
 def diagnose(run: RunFiles) -> Diagnosis:
@@ -273,23 +335,27 @@ def diagnose(run: RunFiles) -> Diagnosis:
     """
     evidence = Evidence(run)
     learns, verdict = _verdict(evidence)
-    checks = _ALWAYS if learns else _CHECKS
-    causes = [cause for check in checks if (cause := check(evidence)) is not None]
+    links = (_iterations, _rewards, _steps, _differences, _what_is_learnt)
+    causes = [
+        Cause(check.name, check.evidence, evidence.with_values(check.change))
+        for link in links
+        for check in link(evidence)
+        if check.seen and (not learns or check.name in _ALWAYS)
+    ]
     if not learns and not causes:
         causes = [_noise(evidence)]
     return Diagnosis(learns, verdict, causes, _facts(evidence))
 
 
 def _verdict(run: Evidence) -> tuple[bool, str]:
-    trend = run.trend("rollout/score")
+    trend = run.trend()
     if run.gain is not None:
-        gain, low, high = run.gain
-        steps = list(run.evaluations)
+        first, last = run.evaluations
         what = (
-            f"eval/score changed by {gain:+.3g} from step {steps[0]} to step {steps[1]} (95 % "
-            f"interval {low:+.3g} to {high:+.3g}, by prompt)"
+            f"eval/score changed by {run.gain.value:+.3g} from step {first} to step {last} (95 % "
+            f"interval {run.gain.low:+.3g} to {run.gain.high:+.3g}, by prompt)"
         )
-        learns = low > 0 or (gain > 0 and trend.grows)
+        learns = run.gain.low > 0 or (run.gain.value > 0 and trend.grows)
     elif math.isfinite(trend.reach):
         what = (
             f"rollout/score rose by {trend.rise:+.3g} ± {trend.reach:.2g} over {run.steps} "
@@ -302,11 +368,10 @@ def _verdict(run: Evidence) -> tuple[bool, str]:
 
 
 def _facts(run: Evidence) -> dict[str, float]:
-    late = run.late
-    noise = run.trend("rollout/score").noise
+    noise = run.trend().noise
     facts = {
-        "share of groups that teach": _mean([group.spread > 0 for group in late]),
-        "score, standard deviation within a group": _mean([group.spread for group in late]),
+        f"share of {run.unit}s that teach": 1 - run.idle,
+        f"score, standard deviation within {run.a_unit}": _mean(list(run.spreads(run.late))),
         "score, noise from iteration to iteration": noise,
         "iterations that show a rise of 0.05": 12 * (_POWER * noise / 0.05) ** 2,
         "share of squared advantages in the top 1 % of responses": _top_share(run),
@@ -321,28 +386,308 @@ def _facts(run: Evidence) -> dict[str, float]:
     return facts | {f"share of {name} in the spread of scores": own for name, own in shares.items()}
 
 
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if values else math.nan
-
-
-def _top_share(run: Evidence) -> float:
-    squares = np.sort(run.pooled("advantages") ** 2)[::-1]
-    return (
-        float(squares[: max(1, len(squares) // 100)].sum() / squares.sum())
-        if squares.any()
-        else math.nan
+def _noise(run: Evidence) -> Cause:
+    """Nothing is wrong that the files show: the run is too short for its noise."""
+    noise = run.trend().noise
+    if math.isnan(noise):
+        what = f"the run has {run.steps} iterations: too few for any trend"
+        return Cause("too_short", what, f"trainer.max_steps at least {4 * _FEW}")
+    seen = _POWER * noise * math.sqrt(12 / run.steps)
+    return Cause(
+        "too_noisy",
+        f"the score varies by {noise:.2g} from iteration to iteration: {run.steps} of them show a "
+        f"rise of {seen:.2g} or more, and a rise of {seen / 2:.2g} takes {4 * run.steps}",
+        run.with_values(
+            "data.batch_size higher (twice as many prompts halve the variance), or "
+            "model.num_generations, or more iterations"
+        ),
     )
 
 
-def _within_groups(run: Evidence) -> dict[str, NDArray[np.float64]]:
-    """Return each weighted reward less the mean of its group, for all responses that have all."""
-    names = list(dict.fromkeys(name for group in run.groups for name in group.rewards))
-    parts: dict[str, list[NDArray[np.float64]]] = {name: [] for name in names}
-    for group in run.groups:
-        if all(name in group.rewards and np.isfinite(group.rewards[name]).all() for name in names):
-            for name in names:
-                parts[name].append(group.rewards[name] - group.rewards[name].mean())
-    return {name: np.concatenate(own) if own else np.zeros(0) for name, own in parts.items()}
+class _Check(NamedTuple):
+    seen: Any
+    """Truth: the cause is there. Its evidence makes no sense otherwise."""
+    name: str
+    evidence: str
+    change: str
+    """``model.<option>`` is shown with its value."""
+
+
+def _iterations(run: Evidence) -> Iterator[_Check]:
+    """What went wrong in whole iterations."""
+    count = max(run.curves.get("train/skipped_steps", {}).values(), default=0.0)
+    parts = run.option("update.num_minibatches") or (4 if run.algorithm == "ppo" else 1)
+    steps = run.steps * (run.option("update.num_iterations") or 1) * parts
+    kinds = [name for name in run.curves if name[:6] == "guard/" and any(run.curves[name].values())]
+    yield _Check(
+        count > 0.1 * steps,
+        "skipped_steps",
+        f"{count:g} of {steps} optimizer steps were left out ({', '.join(kinds) or 'by the guard'})"
+        ": nothing moved in them",
+        "lrlhf replay with the newest dump names the first module that failed; then "
+        "model.optimizer.lr lower, or trainer.precision",
+    )
+    lost = run.recent("rollout/unscorable_fraction")
+    name_of = re.compile(r"rewards/(.*)/(?:unscored|mixed)_fraction")
+    named = ((run.recent(name), name_of.fullmatch(name)) for name in run.curves)
+    share, worst = max(((own, found[1]) for own, found in named if found), default=(0.0, ""))
+    yield _Check(
+        lost > 0.1,
+        "failing_rewards",
+        f"{lost:.0%} of the responses have no score and teach nothing"
+        + (f"; {worst} gave none for {share:.0%}" if share > 0 else ""),
+        "that reward of model.rewards, or the environment: the log has the first traceback, and a "
+        "response of rollouts.jsonl repeats it in Python",
+    )
+    gap, age = run.recent("mismatch/mean"), run.recent("sync/age")
+    yield _Check(
+        gap > 0.1,
+        "engine_differs",
+        f"engine and trainer differ by {gap:.2g} nats per token: the update is not of the policy "
+        "that sampled"
+        + (f"; the weights that sampled were {age:.1f} iterations old" if age > 0 else ""),
+        "model.max_staleness lower; every_n_steps: 1 of VLLMWeightSync; or the engine's dtype",
+    )
+
+
+def _rewards(run: Evidence) -> Iterator[_Check]:
+    """What keeps rewards from saying anything."""
+    scores = run.rows["score"]
+    size = scores.max() - scores.min()
+    nothing = len(scores) >= 16 and size == 0 and scores.max() <= 0
+    above = list(_right_above_chance(run.run)) if nothing else []
+    yield _Check(
+        # by groups: an answer may stand in some texts by chance
+        _mean(above) > 0.02 and mean_by_sign_flips(above).low > 0,
+        "blind_reward",
+        f"all {len(scores):,} responses have the score {scores.max():g}, but {_mean(above):.0%} of "
+        "them, more than by chance, hold the answer of their row as a word",
+        "model.rewards: the pattern or column that the reward looks for; call it in Python with "
+        "such a response",
+    )
+    total, sizes = run.rewards.sum(axis=1), (run.rewards**2).sum()
+    left, parts = float(total @ total), float(sizes.sum())
+    yield _Check(
+        len(sizes) > 1 and left < 0.25 * parts,
+        "rewards_cancel",
+        f"the rewards cancel each other: within {run.a_unit} {' and '.join(sizes.index)} together "
+        f"vary by {math.sqrt(left / (parts or 1.0)):.0%} of what they vary by one by one",
+        "the weights of model.rewards: that of the less wanted one lower",
+    )
+    cut, turns = run.recent("rollout/truncated_fraction"), run.recent("episode/max_turns_fraction")
+    means = scores.groupby(run.rows["cut"]).mean()
+    whole, ended = means.get(1.0, math.nan), means.get(0.0, math.nan)
+    # where nothing differs, the end that the reward looks for may never have been reached
+    never = size == 0 and cut > 0.9 and whole <= 0
+    yield _Check(
+        never or (cut > 0.5 and ended - whole > 0.25 * size),
+        "truncated",
+        f"{cut:.0%} of the responses are cut off before their end and score {whole:.3g}"
+        + (", as all do" if never else f", others {ended:.3g}"),
+        f"model.{'episodes.max_turns' if turns > 0.5 * cut else 'sampling.max_new_tokens'} higher, "
+        "or sampling.stop where the format has an end",
+    )
+    same = _share_of_one_text(run.rows[run.rows["step"] <= run.rows["step"].min() + 1])
+    yield _Check(
+        same > 0.5 and not run.is_good,
+        "same_samples",
+        f"in {same:.0%} of the first groups all responses are the same text: there is nothing to "
+        "compare",
+        "model.sampling.temperature nearer to 1; if it is 1, prompts of which the policy is less "
+        "sure",
+    )
+
+
+def _right_above_chance(run: RunFiles) -> Iterator[float]:
+    """Yield for each group the share of texts that hold their row's answer, above chance.
+
+    Chance is the share that holds the answer of the group before. Groups without one are left out.
+    """
+    other: Any = None
+    for _, rows in groupby(_grouped(run), lambda entry: entry[0]):
+        own = [row for _, row in rows]
+        texts = [str(row.get("completion", "")) for row in own]
+        answer = (own[0].get("columns") or {}).get("answer")
+        above = _share_that_holds(texts, answer) - _share_that_holds(texts, other)
+        other = answer
+        if not math.isnan(above):
+            yield above
+
+
+def _share_that_holds(texts: Sequence[str], answer: Any) -> float:
+    if not isinstance(answer, str | int | float) or not str(answer).strip():
+        return math.nan
+    word = re.compile(rf"(?<![\w.]){re.escape(str(answer).strip())}(?![\w])", re.IGNORECASE)
+    return _mean([bool(word.search(text)) for text in texts])
+
+
+def _share_of_one_text(rows: pd.DataFrame) -> float:
+    """Return the share of groups whose responses are all the same text."""
+    texts = rows.groupby("group")["text"]
+    return _mean(list(texts.nunique()[texts.size() > 1] == 1))
+
+
+def _steps(run: Evidence) -> Iterator[_Check]:
+    """What keeps the optimizer from following the rewards."""
+    waits, full = run.option("update.freeze_steps"), run.option("optimizer.lr")
+    critic_alone = isinstance(waits, int) and waits >= run.steps
+    still = run.recent("policy/grad_norm") == 0 and run.spreads(run.late).any()
+    yield _Check(
+        critic_alone or still,
+        "frozen",
+        f"update.freeze_steps is {waits} and the run has {run.steps} iterations: the critic alone "
+        "was trained"
+        if critic_alone
+        else "policy/grad_norm is 0 although scores of a group differ: no weight is trained",
+        "model.update.freeze_steps lower, or what else freezes weights (peft, trainable parts)",
+    )
+    rate = max(run.curves.get("train/lr", {}).values(), default=math.nan)
+    yield _Check(
+        rate == 0 or (isinstance(full, float) and rate < 0.2 * full),
+        "no_rate",
+        f"train/lr was at most {rate:.2g} of {full}: the run has not left its warm-up",
+        "model.optimizer.warmup_steps lower than trainer.max_steps",
+    )
+    coef, spreads = run.recent("kl/coef"), run.spreads(run.rows)
+    # groups without a difference have no side in the matter
+    spread, what = _mean(list(spreads[spreads > 0])), "rewards"
+    if run.curves.get("kl/loss") and spread < 1:  # beside advantages, which may be normalised
+        spread, what = 1.0, "advantages"
+    paid = coef * run.recent("kl/sequence")
+    yield _Check(
+        # the first-order gain of a policy that pays ``coef`` per nat is the variance over ``coef``;
+        # one that was thrown off pays much too, but that is not why
+        coef > 3 * spread or (paid > spread and not run.collapsed),
+        "penalty",
+        f"the KL penalty outweighs the reward: a response pays {paid:.2g} ({coef:.3g} per nat), "
+        f"and {what} of {run.a_unit} differ by {spread:.2g}",
+        "model.reference.kl_coef ten times lower",
+    )
+    trend, gain, level = run.trend(), run.gain, run.recent("rollout/score")
+    first, last = run.early("policy/entropy"), run.recent("policy/entropy")
+    clipped = run.recent("policy/clip_fraction")
+    far = max(run.curves.get("policy/approx_kl", {}).values(), default=0.0)
+    worse = {
+        f"rollout/score fell by {-trend.rise:.2g}": -trend.rise > 2 * trend.reach,
+        f"eval/score fell by {-gain.value if gain else 0:.2g}": gain and gain.high < 0,
+        f"entropy fell from {first:.2g} to {last:.2g} nats per token at a score of {level:.2g}, "
+        f"where responses have earned {run.best:.2g}": run.collapsed
+        and not run.is_good
+        and not _share_of_one_text(run.late) < 0.5,
+    }
+    signs = worse | {
+        f"{clipped:.0%} of the ratios are clipped": clipped > 0.3,
+        f"an update moved the policy by {far:.2g} nats per token": far > 0.1,
+    }
+    yield _Check(
+        any(worse.values()),
+        "steps_too_large",
+        "the policy was thrown off: " + ", ".join(sign for sign, seen in signs.items() if seen),
+        "model.optimizer.lr three to ten times lower; then reference.kl_coef or "
+        "update.entropy_coef",
+    )
+
+
+def _differences(run: Evidence) -> Iterator[_Check]:
+    """What keeps responses from being told apart."""
+    level, idle = run.recent("rollout/score"), run.idle
+    silent = (
+        f"in {idle:.0%} of the {run.unit}s all responses have the same score, and the mean is "
+        f"{level:.3g} of at most {run.best:.3g}"
+    )
+    yield _Check(
+        idle > 0.8 and run.is_good,
+        "solved",
+        f"{silent}: the prompts are solved, or the reward gives that for anything",
+        "data.train: harder prompts, after a look at responses in rollouts.jsonl; or "
+        "dynamic_sampling.prompts, which looks for those that still differ",
+    )
+    yield _Check(
+        idle > 0.8 and not (run.is_good or math.isnan(level)),
+        "too_hard",
+        f"{silent}: most prompts are too hard for the policy",
+        "data.train: easier prompts or a worked example in prompt_template; then "
+        "model.num_generations higher, or a reward with partial credit",
+    )
+    share = _top_share(run)
+    yield _Check(
+        share > 0.5 and len(run.rows) >= 200,
+        "outliers",
+        f"1 % of the responses hold {share:.0%} of the squared advantages: the gradient is theirs",
+        "model.advantage.reward_clip_range, or a bound in the reward itself; then advantage.clip",
+    )
+    first, last = run.early("rollout/response_length"), run.recent("rollout/response_length")
+    ended = run.rows[run.rows["cut"] == 0]  # to be cut off is another matter
+    gaps = run.within(ended, ["length", "score"])
+    size = math.sqrt(float((gaps["length"] ** 2).sum() * (gaps["score"] ** 2).sum()))
+    follows = float(gaps["length"] @ gaps["score"]) / size if size > 1e-9 else 0.0
+    yield _Check(
+        follows**2 > 0.5
+        and max(first, last) > 1.3 * min(first, last)
+        and (last > first) == (follows > 0),
+        "length",
+        f"responses went from {first:.0f} to {last:.0f} tokens, and within {run.a_unit} the score "
+        f"follows the length (correlation {follows:+.2f}): that is what it learns",
+        "unless length is the aim, model.rewards: a LengthPenalty, or a reward that does not pay "
+        "for length",
+    )
+
+
+def _top_share(run: Evidence) -> float:
+    squares = np.sort(run.rows["advantage"].dropna() ** 2)[::-1]
+    top, total = squares[: max(1, len(squares) // 100)].sum(), squares.sum()
+    return float(top / total) if total > 0 else math.nan
+
+
+def _what_is_learnt(run: Evidence) -> Iterator[_Check]:
+    """What is learnt too slowly, or in place of what should be."""
+    same, moved = run.unchanged_answers, run.recent("kl/sequence")
+    still = abs(moved) < 0.01 and not run.option("reference.sync_every")
+    how = (
+        f"{same:.0%} of the greedy answers are the same text in the first and the last evaluation"
+        if same > 0.9
+        else f"the KL to the reference is {moved:.2g} nats per response"
+    )
+    yield _Check(
+        run.steps >= _FEW and (same > 0.9 or still),
+        "steps_too_small",
+        f"the policy has hardly moved in {run.steps} iterations: {how}",
+        "model.optimizer.lr ten times higher (adapters take ten times the rate of full training)",
+    )
+    shares, sizes = _variance_shares(run), (run.rewards**2).sum()
+    largest = max(shares, key=shares.__getitem__, default="")
+    # what is equal in each group may differ by rounding
+    quiet = [name for name in shares if name != largest and sizes[name] > 1e-12 * sizes[largest]]
+    share = shares.get(largest, math.nan)
+    yield _Check(
+        share > 0.95 and quiet and run.algorithm != "gdpo",
+        "one_reward",
+        f"{share:.0%} of what differs within {run.a_unit} comes from {largest}; "
+        f"{', '.join(quiet)} hardly counts",
+        "the weights of model.rewards: that of the largest lower, or algorithm: gdpo, which "
+        "normalises each reward",
+    )
+    if run.gain is not None:
+        trend, value, high = run.trend(*run.evaluations), run.gain.value, run.gain.high
+        level = _mean([*_by_prompt(list(run.evaluations.values())[-1]).values()])
+        # a score that only comes near that of greedy answers is one that the policy had before
+        ahead = run.recent("rollout/score") - level > 0.5 * trend.rise
+        yield _Check(
+            trend.grows and ahead and value < 0.1 * trend.rise and high < 0.5 * trend.rise,
+            "training_prompts_only",
+            f"rollout/score rose by {trend.rise:.2g}, eval/score by {value:.2g} (at most "
+            f"{high:.2g}): what it learns holds for the {run.rows['prompt'].nunique():,} training "
+            "prompts alone",
+            "data.train: more different prompts",
+        )
+    explained = run.recent("value/explained_variance")
+    yield _Check(
+        run.steps >= _FEW and explained < 0.05,
+        "critic",
+        f"the critic explains {max(explained, 0.0):.0%} of the variance of the returns: advantages "
+        "are as noisy as without one",
+        "model.critic.optimizer.lr higher, or model.update.freeze_steps: it goes first",
+    )
 
 
 def _variance_shares(run: Evidence) -> dict[str, float]:
@@ -351,356 +696,8 @@ def _variance_shares(run: Evidence) -> dict[str, float]:
     A share is the covariance of the reward with the score over the variance of the score: they sum
     to 1, and a reward that pulls against the others has a negative one.
     """
-    parts = _within_groups(run)
-    score = np.sum(list(parts.values()), axis=0) if parts else np.zeros(0)
+    score = run.rewards.sum(axis=1)
     total = float(score @ score)
-    if len(parts) < 2 or total == 0:
+    if run.rewards.shape[1] < 2 or total == 0:
         return {}
-    return {name: float(own @ score) / total for name, own in parts.items()}
-
-
-def _skipped_steps(run: Evidence) -> Cause | None:
-    counts = run.curves.get("train/skipped_steps", {})
-    count = max(counts.values(), default=0.0)
-    if count <= 0.1 * run.steps:
-        return None
-    kinds = [
-        name for name in run.curves if name.startswith("guard/") and any(run.curves[name].values())
-    ]
-    return Cause(
-        "skipped_steps",
-        f"{count:g} optimizer steps in {run.steps} iterations were left out "
-        f"({', '.join(kinds) or 'by the guard'}): nothing moved in them",
-        "lrlhf replay with the newest dump names the first module that failed; then "
-        f"{run.named('optimizer.lr')} lower, or trainer.precision",
-    )
-
-
-def _failing_rewards(run: Evidence) -> Cause | None:
-    shares = {
-        name.split("/")[1]: run.recent(name)
-        for name in run.curves
-        if name.endswith("/unscored_fraction")
-    }
-    worst = max(shares, key=shares.__getitem__, default="")
-    lost = run.recent("rollout/unscorable_fraction")
-    if not lost > 0.1:
-        return None
-    return Cause(
-        "failing_rewards",
-        f"{lost:.0%} of the responses have no score and teach nothing; {worst} gave none for "
-        f"{shares.get(worst, math.nan):.0%}",
-        f"the reward {worst}: the log has its first traceback, and a response of rollouts.jsonl "
-        "repeats it in Python",
-    )
-
-
-def _engine_differs(run: Evidence) -> Cause | None:
-    gap, age = run.recent("mismatch/mean"), run.recent("sync/age")
-    if not gap > 0.1:
-        return None
-    old = f"; the weights that sampled were {age:.1f} iterations old" if age > 0 else ""
-    return Cause(
-        "engine_differs",
-        f"engine and trainer differ by {gap:.2g} nats per token: the update is not of the policy "
-        f"that sampled{old}",
-        "max_staleness lower" if age > 1 else "engine.dtype, or VLLMWeightSync.every_n_steps: 1",
-    )
-
-
-def _blind_reward(run: Evidence) -> Cause | None:
-    """The right answer stands in responses that got the least score, whatever they say."""
-    scores = run.pooled("scores")
-    held = [group.right_texts for group in run.groups if group.right_texts == group.right_texts]
-    share = _mean(held)
-    if len(scores) < 16 or np.ptp(scores) > 0 or not share > 0.02:
-        return None
-    return Cause(
-        "blind_reward",
-        f"all {len(scores):,} responses have the score {scores[0]:g}, but {share:.0%} of them, "
-        "more than by chance, hold the answer of their row as a word",
-        "model.rewards: the pattern or column that the reward looks for; call it in Python with "
-        "such a response",
-    )
-
-
-def _truncated(run: Evidence) -> Cause | None:
-    cut = run.recent("rollout/truncated_fraction")
-    scores, flags = run.pooled("scores"), run.pooled("cut_off").astype(bool)
-    if not cut > 0.5 or not flags.any() or len(scores) != len(flags):
-        return None
-    size, whole = float(np.ptp(scores)), float(scores[flags].mean())
-    ended = float(scores[~flags].mean()) if not flags.all() else math.nan
-    # where nothing differs, the end that the reward looks for may never have been reached
-    if not (ended - whole > 0.25 * size if size > 0 else cut > 0.9 and whole <= 0):
-        return None
-    return Cause(
-        "truncated",
-        f"{cut:.0%} of the responses are cut off before their end and score {whole:.3g}"
-        + (f", others {ended:.3g}" if size > 0 else ", as all do"),
-        f"{run.named('sampling.max_new_tokens')} higher, or sampling.stop where the format has an "
-        "end",
-    )
-
-
-def _same_samples(run: Evidence) -> Cause | None:
-    first = [group for group in run.groups if group.step <= min(g.step for g in run.groups) + 1]
-    same = _mean([group.distinct == 1 for group in first if len(group.scores) > 1])
-    if not same > 0.5:
-        return None
-    return Cause(
-        "same_samples",
-        f"in {same:.0%} of the first groups all responses are the same text: there is nothing to "
-        "compare",
-        f"{run.named('sampling.temperature')} nearer to 1",
-    )
-
-
-def _no_differences(run: Evidence) -> Cause | None:
-    """All responses to a prompt have the same score: none is right, or all are."""
-    late, scores = run.late, run.pooled("scores")
-    idle = _mean([group.spread == 0 for group in late if len(group.scores) > 1])
-    if not idle > 0.8 or not len(scores):
-        return None
-    level, best = _mean(run.pooled("scores", late).tolist()), float(scores.max())
-    silent = f"in {idle:.0%} of the groups all responses have the same score"
-    if np.ptp(scores) > 0 and level > float(scores.min()) + 0.8 * float(np.ptp(scores)):
-        return Cause(
-            "solved",
-            f"{silent}, and the mean is {level:.3g} of at most {best:.3g}: the prompts are solved",
-            "data.train: harder prompts; or dynamic_sampling.prompts, which looks for those that "
-            "still differ",
-        )
-    if np.ptp(scores) == 0 and best > 0:
-        return Cause(
-            "solved",
-            f"{silent}, {best:g}, from the first iteration: the prompts are too easy, or the "
-            "reward gives that for anything",
-            "data.train: harder prompts, after a look at responses in rollouts.jsonl",
-        )
-    return Cause(
-        "too_hard",
-        f"{silent}, and the mean is {level:.3g}: the policy hardly ever earns more",
-        "data.train: easier prompts or a worked example in prompt_template; then "
-        f"{run.named('num_generations')} higher, or a reward with partial credit",
-    )
-
-
-def _frozen(run: Evidence) -> Cause | None:
-    rates = list(run.curves.get("train/lr", {}).values())
-    waits = run.option("update.freeze_steps")
-    if isinstance(waits, int) and waits >= run.steps:
-        return Cause(
-            "frozen",
-            f"update.freeze_steps is {waits} and the run has {run.steps} iterations: the critic "
-            "alone was trained",
-            f"model.update.freeze_steps ({waits}) lower",
-        )
-    full = run.option("optimizer.lr")
-    if rates and (max(rates) == 0 or (isinstance(full, float) and max(rates) < 0.2 * full)):
-        return Cause(
-            "no_rate",
-            f"train/lr was at most {max(rates):.2g} of {full}: the run ended in its warm-up",
-            f"{run.named('optimizer.warmup_steps')} lower than trainer.max_steps",
-        )
-    if run.recent("policy/grad_norm") == 0 and any(group.spread > 0 for group in run.late):
-        return Cause(
-            "frozen",
-            "policy/grad_norm is 0 although scores of a group differ: no weight is trained",
-            "the options that freeze weights (peft, trainable parts)",
-        )
-    return None
-
-
-def _penalty(run: Evidence) -> Cause | None:
-    """The first-order gain of a policy that pays ``coef`` per nat is the variance over ``coef``."""
-    coef, moved = run.recent("kl/coef"), run.recent("kl/sequence")
-    spread = _mean([group.spread for group in run.groups])
-    if run.curves.get("kl/loss"):  # beside advantages, which may be normalised
-        spread = max(spread, 1.0)
-    paid = coef * moved
-    # a policy that was thrown off pays much too, but that is not why
-    if not spread > 0 or not (coef > 3 * spread or (paid > spread and not run.collapsed)):
-        return None
-    return Cause(
-        "penalty",
-        f"the KL penalty outweighs the reward: a response pays {paid:.2g} ({coef:.3g} per nat), "
-        f"and rewards of a group differ by {spread:.2g}",
-        f"{run.named('reference.kl_coef')} ten times lower",
-    )
-
-
-def _too_large(run: Evidence) -> Cause | None:
-    """The policy was thrown off: it got worse, or says one thing that is not the best it tried."""
-    trend, scores = run.trend("rollout/score"), run.pooled("scores")
-    level = float(np.mean(run.pooled("scores", run.late))) if run.late else math.nan
-    short = level < float(scores.min()) + 0.8 * float(np.ptp(scores)) if len(scores) else False
-    first, last = run.early("policy/entropy"), run.recent("policy/entropy")
-    clipped = run.recent("policy/clip_fraction")
-    far = max(run.curves.get("policy/approx_kl", {0: 0.0}).values())
-    signs = {
-        f"rollout/score fell by {-trend.rise:.2g}": -trend.rise > 2 * trend.reach,
-        f"eval/score fell by {-run.gain[0] if run.gain else 0:.2g}": run.gain and run.gain[2] < 0,
-        f"entropy fell from {first:.2g} to {last:.2g} nats per token at a score of {level:.2g}, "
-        "where responses have earned more": run.collapsed and short,
-        f"{clipped:.0%} of the ratios are clipped": clipped > 0.3,
-        f"an update moved the policy by {far:.2g} nats per token": far > 0.1,
-    }
-    if not any(list(signs.values())[:3]):
-        return None
-    return Cause(
-        "steps_too_large",
-        "the policy was thrown off: " + ", ".join(sign for sign, seen in signs.items() if seen),
-        f"{run.named('optimizer.lr')} three to ten times lower; then reference.kl_coef or "
-        "update.entropy_coef",
-    )
-
-
-def _too_small(run: Evidence) -> Cause | None:
-    """Nothing moves, although there is something to learn from."""
-    same, moved = run.unchanged_answers, run.recent("kl/sequence")
-    if run.steps < _FEW or not (same > 0.9 or abs(moved) < 0.01):
-        return None
-    how = (
-        f"{same:.0%} of the greedy answers are the same text in the first and the last evaluation"
-        if same > 0.9
-        else f"the KL to the reference is {moved:.2g} nats per response"
-    )
-    return Cause(
-        "steps_too_small",
-        f"the policy has hardly moved in {run.steps} iterations: {how}",
-        f"{run.named('optimizer.lr')} ten times higher (adapters take ten times the rate of full "
-        "training)",
-    )
-
-
-def _length(run: Evidence) -> Cause | None:
-    """The score follows the length, and the length has changed."""
-    first, last = run.early("rollout/response_length"), run.recent("rollout/response_length")
-    gaps = [
-        (group.lengths - group.lengths.mean(), group.scores - group.scores.mean())
-        for group in run.groups
-        if np.isfinite(group.scores).all()
-    ]
-    lengths = np.concatenate([own for own, _ in gaps] or [np.zeros(0)])
-    scores = np.concatenate([own for _, own in gaps] or [np.zeros(0)])
-    size = math.sqrt(float(lengths @ lengths) * float(scores @ scores))
-    follows = float(lengths @ scores) / size if size > 0 else 0.0
-    if not (abs(follows) > 0.5 and max(first, last) > 1.3 * min(first, last)):
-        return None
-    return Cause(
-        "length",
-        f"responses went from {first:.0f} to {last:.0f} tokens, and within a group the score "
-        f"follows the length (correlation {follows:+.2f}): that is what it learns",
-        "model.rewards: a LengthPenalty, or a reward that does not pay for length",
-    )
-
-
-def _rewards_against_each_other(run: Evidence) -> Cause | None:
-    parts, shares = _within_groups(run), _variance_shares(run)
-    sizes = {name: float(own @ own) for name, own in parts.items()}
-    total = np.sum(list(parts.values()), axis=0) if parts else np.zeros(0)
-    if len(parts) > 1 and float(total @ total) < 0.25 * math.fsum(sizes.values()):
-        left = math.sqrt(float(total @ total) / math.fsum(sizes.values()))
-        return Cause(
-            "rewards_cancel",
-            f"the rewards cancel each other: within a group {' and '.join(parts)} together vary by "
-            f"{left:.0%} of what they vary by one by one",
-            "the weights of model.rewards: that of the less wanted one lower",
-        )
-    largest = max(shares, key=shares.__getitem__, default="")
-    quiet = [name for name in shares if name != largest and sizes[name] > 0]
-    if not (shares.get(largest, 0.0) > 0.95 and quiet):
-        return None
-    return Cause(
-        "one_reward",
-        f"{shares[largest]:.0%} of what differs within a group comes from {largest}; "
-        f"{', '.join(quiet)} hardly counts",
-        f"the weights of model.rewards: that of {largest} lower, or normalise each reward (gdpo)",
-    )
-
-
-def _outliers(run: Evidence) -> Cause | None:
-    share, count = _top_share(run), len(run.pooled("advantages"))
-    if count < 200 or not share > 0.5:
-        return None
-    return Cause(
-        "outliers",
-        f"1 % of the responses hold {share:.0%} of the squared advantages: the gradient is theirs",
-        "the scale of model.rewards (clip or bound it), then advantage.scale_rewards",
-    )
-
-
-def _training_prompts_only(run: Evidence) -> Cause | None:
-    trend = run.trend("rollout/score")
-    if run.gain is None or not trend.grows:
-        return None
-    if not (run.gain[0] < 0.1 * trend.rise and run.gain[2] < 0.5 * trend.rise):
-        return None
-    prompts = len({group.prompt for group in run.groups})
-    return Cause(
-        "training_prompts_only",
-        f"rollout/score rose by {trend.rise:.2g}, eval/score by {run.gain[0]:.2g} (at most "
-        f"{run.gain[2]:.2g}): what it learns holds for the {prompts} training prompts alone",
-        "data.train: more different prompts",
-    )
-
-
-def _critic(run: Evidence) -> Cause | None:
-    share = run.recent("value/explained_variance")
-    if not (share < 0.05 and run.steps >= _FEW):
-        return None
-    return Cause(
-        "critic",
-        f"the critic explains {share:.0%} of the variance of the returns: advantages are as noisy "
-        "as without one",
-        f"{run.named('critic.optimizer.lr')} higher, or update.freeze_steps: it goes first",
-    )
-
-
-def _noise(run: Evidence) -> Cause:
-    """Nothing is wrong that the files show: the run is too short for its noise."""
-    trend = run.trend("rollout/score")
-    if math.isnan(trend.noise):
-        return Cause(
-            "too_short",
-            f"the run has {run.steps} iterations: too few for any trend",
-            f"trainer.max_steps at least {4 * _FEW}",
-        )
-    seen = _POWER * trend.noise * math.sqrt(12 / run.steps)
-    return Cause(
-        "too_noisy",
-        f"the score varies by {trend.noise:.2g} from iteration to iteration: {run.steps} of them "
-        f"show a rise of {seen:.2g} or more, and a rise of {seen / 2:.2g} takes {4 * run.steps}",
-        f"data.batch_size higher (twice as many prompts halve the variance), or "
-        f"{run.named('num_generations')}, or more iterations",
-    )
-
-
-_ALWAYS: tuple[Callable[[Evidence], Cause | None], ...] = (
-    _skipped_steps,
-    _failing_rewards,
-    _engine_differs,
-    _too_large,
-    _length,
-    _training_prompts_only,
-)
-"""What a run that learns should mend too."""
-_CHECKS: tuple[Callable[[Evidence], Cause | None], ...] = (
-    _skipped_steps,
-    _failing_rewards,
-    _engine_differs,
-    _blind_reward,
-    _rewards_against_each_other,
-    _truncated,
-    _same_samples,
-    _frozen,
-    _penalty,
-    _too_large,
-    _outliers,
-    _no_differences,
-    _length,
-    _too_small,
-    _training_prompts_only,
-    _critic,
-)
+    return {str(name): float(own @ score) / total for name, own in run.rewards.items()}

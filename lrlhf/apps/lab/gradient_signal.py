@@ -113,7 +113,7 @@ def _last_groups(run: RunFiles, prompts: int) -> list[list[dict[str, Any]]]:
     groups: list[list[dict[str, Any]]] = []
     key = lambda row: (row.get("step"), row.get("rank"), row.get("group"))  # noqa: E731
     for _, rows in groupby(run.responses(), key):
-        own = [row for row in rows if row.get("score") is not None]
+        own = [row for row in rows if row.get("score") is not None and row.get("token_ids")]
         if len(own) > 1 and not any(row.get("given_tokens") or row.get("media") for row in own):
             groups = [*groups, own][-prompts:]
     if len(groups) < 2:
@@ -136,9 +136,9 @@ def _rewards(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     """Return the score and each reward less its mean; a missing reward counts as the mean."""
     columns = {"score": [float(row["score"]) for row in rows]}
     for name in rows[0].get("rewards") or {}:
-        columns[name] = [
-            math.nan if (own := row["rewards"].get(name)) is None else own for row in rows
-        ]
+        own = [(row.get("rewards") or {}).get(name) for row in rows]
+        if any(value is not None for value in own):
+            columns[name] = [math.nan if value is None else value for value in own]
     if len(columns) == 2:
         columns = {"score": columns["score"]}
     return {

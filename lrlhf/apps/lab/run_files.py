@@ -65,8 +65,7 @@ class RunFiles:
     @property
     def config(self) -> dict[str, Any]:
         """The merged config; empty for a run that was started from Python."""
-        path = self.folder / "config.yaml"
-        return read_yaml(path) if path.exists() else {}
+        return _mapping(self.folder / "config.yaml")
 
     @property
     def options(self) -> dict[str, Any]:
@@ -74,8 +73,7 @@ class RunFiles:
         model = self.config.get("model")
         if isinstance(model, Mapping):
             return dict(model.get("init_args", model))
-        path = self.folder / "hparams.yaml"
-        return read_yaml(path) if path.exists() else {}
+        return _mapping(self.folder / "hparams.yaml")
 
     @property
     def media(self) -> list[Path]:
@@ -147,6 +145,13 @@ class RunFiles:
             for step, path in self.evaluations.items()
             for record in records(path)
         )
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    value = (read_yaml(path) if path.exists() else None) or {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds no options by name but a {type(value).__name__}")
+    return value
 
 
 def _table(rows: Iterable[dict[str, Any]]) -> pd.DataFrame:
