@@ -196,6 +196,13 @@ class SamplingMask(TensorBatch):
         index = torch.repeat_interleave(shift, sizes)
         return self.ids[index + torch.arange(len(index), device=index.device)]
 
+    def holds(self, tokens: Int[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
+        """Tell which tokens are among the ids that were left."""
+        owner = torch.repeat_interleave(self.sizes.flatten().long())
+        held = self.sizes.flatten() == 0
+        held[owner[self.ids == tokens.flatten()[owner]]] = True
+        return held.view_as(self.sizes)
+
     def select(self, rows: Int[Tensor, " N"]) -> SamplingMask:
         return self._at(rows.to(self.sizes.device))
 

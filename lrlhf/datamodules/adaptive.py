@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lrlhf.datamodules.loading.loader import EpochOrder, Order, TrainLoader
+from lrlhf.datamodules.loading.loader import EpochOrder, TrainLoader
 from lrlhf.options.conversion import settings
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,8 @@ class AdaptivePrompts:
         half_life: Iterations after which a response counts half.
         hopeless: A prompt whose expected success rate is at most this is retired: it is drawn by
             exploration alone. It returns as its responses are forgotten, or when some are right.
-        solved: A prompt whose expected success rate is at least this is retired too.
+            Below 0.5, the rate of a prompt without responses.
+        solved: A prompt whose expected success rate is at least this is retired too; above 0.5.
         threshold: Least score of a response that counts as a success; None: scores are 0 or 1.
         source_column: Column that names the source of a prompt; data of several sources has
             ``source``.
@@ -79,11 +80,16 @@ class AdaptivePrompts:
                 raise ValueError(f"prompt_sampler.{name} is {value}; it must be above 0 and finite")
         if self.exploration > 1:
             raise ValueError(f"prompt_sampler.exploration is {self.exploration}; it is a share")
-        if not 0 <= self.hopeless < self.target < self.solved <= 1:
+        # an unseen prompt has an expected success rate of 0.5 and is not to be retired
+        least, most = sorted((self.target, 0.5))
+        if not 0 <= self.hopeless < least <= most < self.solved <= 1:
             raise ValueError(
                 f"prompt_sampler.hopeless, target and solved are {self.hopeless}, {self.target} "
-                f"and {self.solved}; they must ascend between 0 and 1"
+                f"and {self.solved}; they must ascend between 0 and 1, hopeless below 0.5 and "
+                "solved above it"
             )
+        if not math.isfinite(self.threshold or 0.0):
+            raise ValueError(f"prompt_sampler.threshold is {self.threshold}; it must be finite")
 
     def source_of(self, columns: Mapping[str, Any]) -> str:
         """Return the name of a prompt's source, or raise `ValueError` if that has no weight."""
@@ -101,7 +107,7 @@ class AdaptivePrompts:
         fractions = scored[(scored != 0) & (scored != 1)]
         if self.threshold is None and len(fractions):
             raise ValueError(
-                f"a response has score {fractions[0]:g}, which is neither 0 nor 1: set "
+                f"a response has score {fractions[0]:.9g}, which is neither 0 nor 1: set "
                 "data.prompt_sampler.threshold to the least score that counts as a success"
             )
         # compared in the precision of the scores
@@ -192,29 +198,21 @@ class AdaptiveLoader(TrainLoader[RowT, BatchT]):
 
     draws_epochs = False
 
-    def __init__(
-        self,
-        rows: Sequence[RowT],
-        order: Order,
-        *args: Any,
-        adaptive: AdaptivePrompts,
-        **options: Any,
-    ) -> None:
-        super().__init__(rows, order, *args, **options)
-        assert isinstance(order, EpochOrder)
-        self.pool = PromptPool(adaptive, _sources_of(rows, order, adaptive), order.seed)
+    def __init__(self, *args: Any, adaptive: AdaptivePrompts, **options: Any) -> None:
+        super().__init__(*args, **options)
+        assert isinstance(self._order, EpochOrder)
+        sources = _sources_of(self._rows, self._order, adaptive)
+        self.pool = PromptPool(adaptive, sources, self._order.seed)
         self._drawn: dict[int, list[int]] = {}
 
     def _rest_of_epoch(self, number: int) -> list[list[int]]:
         """Return the rows of batch ``number`` alone: those behind it depend on its scores."""
         if number not in self._drawn:
-            self._drawn = self._drawn_from(self._done - 1)  # which is still to be observed
+            last = self._done - 1  # which is still to be observed
+            self._drawn = {old: rows for old, rows in self._drawn.items() if old >= last}
             self._drawn[number] = self.pool.draw(number, self.batch_size * self._ranks.world)
         start = self._ranks.rank * self.batch_size
         return [self._drawn[number][start : start + self.batch_size]]
-
-    def _drawn_from(self, first: int) -> dict[int, list[int]]:
-        return {number: rows for number, rows in self._drawn.items() if number >= first}
 
     def observe(
         self, scores: Float[Tensor, "P G"], gather: Callable[[Any], list[Any]]
@@ -226,7 +224,7 @@ class AdaptiveLoader(TrainLoader[RowT, BatchT]):
         return self.pool.metrics()
 
     def state_dict(self) -> dict[str, Any]:
-        prompts = {"counts": self.pool.counts.clone(), "drawn": self._drawn_from(self._done)}
+        prompts = {"counts": self.pool.counts.clone(), "drawn": dict(self._drawn)}
         return {**super().state_dict(), "prompts": prompts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -236,8 +234,10 @@ class AdaptiveLoader(TrainLoader[RowT, BatchT]):
             logger.warning("the checkpoint has no success rates of these prompts: they start anew")
             return
         self.pool.counts = prompts["counts"].clone()
-        if (state["batch_size"], state["ranks"]) == (own["batch_size"], own["ranks"]):
-            self._drawn = dict(prompts["drawn"])
+        size = self.batch_size * self._ranks.world
+        self._drawn = {
+            number: rows for number, rows in prompts["drawn"].items() if len(rows) == size
+        }
 
 
 def _sources_of(rows: Sequence[Any], order: EpochOrder, adaptive: AdaptivePrompts) -> list[_Source]:

@@ -56,6 +56,8 @@ class _Plan(NamedTuple):
     chunk_size: int
     entropy: bool
     differentiable: bool
+    support: Support | None
+    """Of all rows."""
 
     @property
     def wide(self) -> torch.dtype:
@@ -81,8 +83,9 @@ def linear_logprobs(
         chunk_size=chunk_size,
         entropy=return_entropy,
         differentiable=torch.is_grad_enabled(),
+        support=support,
     )
-    return _LinearLogprob.apply(hidden, head.weight, targets, plan, support)  # type: ignore[no-any-return, no-untyped-call]
+    return _LinearLogprob.apply(hidden, head.weight, targets, plan)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _LinearLogprob(torch.autograd.Function):
@@ -95,29 +98,22 @@ class _LinearLogprob(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        plan: _Plan,
-        support: Support | None,
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, plan: _Plan
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        ctx.plan, ctx.support = plan, support
+        ctx.plan = plan
         ctx.set_materialize_grads(False)
         of_hidden, of_weight = (plan.differentiable and each for each in ctx.needs_input_grad[:2])
         ahead = of_hidden and not of_weight and not plan.entropy
         # autocast is still on here and would choose the precision for us
         with torch.autocast(hidden.device.type, enabled=False):
             if ahead:
-                logprobs, is_top, direction = _with_direction(
-                    hidden, weight, targets, plan, support
-                )
+                logprobs, is_top, direction = _with_direction(hidden, weight, targets, plan)
                 ctx.mark_non_differentiable(is_top)
                 ctx.save_for_backward(direction)
                 return logprobs, None, is_top
             rows = min(plan.chunk_size, len(hidden)) if of_hidden or of_weight else 0
             cache = hidden.new_empty((rows, len(weight)), dtype=plan.wide)
-            result = _statistics(_Blocks(hidden, weight, plan, support), targets, cache)
+            result = _statistics(_Blocks(hidden, weight, plan), targets, cache)
         ctx.save_for_backward(hidden, weight, targets, result.normalizer, result.entropy, cache)
         ctx.mark_non_differentiable(result.is_top)
         return result.logprobs, result.entropy, result.is_top
@@ -126,13 +122,12 @@ class _LinearLogprob(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _of_is_top: None
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
         saved = ctx.saved_tensors
         if len(saved) == 1:
             (direction,) = saved
             assert grad_logprobs is not None  # the only output
-            grad_hidden = (direction * grad_logprobs[:, None]).to(direction.dtype)
-            return grad_hidden, None, None, None, None
+            return (direction * grad_logprobs[:, None]).to(direction.dtype), None, None, None
         hidden, weight, targets, normalizer, entropy, cache = saved
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(normalizer)
@@ -141,11 +136,10 @@ class _LinearLogprob(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden, dtype=ctx.plan.wide) if of_hidden else None
         grad_weight = torch.zeros_like(weight) if of_weight else None
         with torch.autocast(hidden.device.type, enabled=False):
-            blocks = _Blocks(hidden, weight, ctx.plan, ctx.support)
-            _add_gradients(blocks, rows, cache, grad_hidden, grad_weight)
+            _add_gradients(_Blocks(hidden, weight, ctx.plan), rows, cache, grad_hidden, grad_weight)
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None
 
 
 class _Columns(NamedTuple):
@@ -163,14 +157,10 @@ class _Blocks:
     """
 
     def __init__(
-        self,
-        hidden: Float[Tensor, "N H"],
-        weight: Float[Tensor, "V H"],
-        plan: _Plan,
-        support: Support | None,
+        self, hidden: Float[Tensor, "N H"], weight: Float[Tensor, "V H"], plan: _Plan
     ) -> None:
         self.states, self.plan = hidden.to(plan.dtype), plan
-        self._weight, self._support = weight, support
+        self._weight = weight
         self._height = max(1, min(len(hidden), _BLOCK_ROWS))
         size = _BLOCK.get(hidden.device.type, _LARGE_BLOCK)
         size = min(size, plan.chunk_size * len(weight))
@@ -205,8 +195,8 @@ class _Blocks:
         else:
             out.copy_(self.states[rows] @ columns.matrix.T).mul_(self.plan.scale)
         self.fill_ruled_out(columns, out, -math.inf)
-        if self._support is not None:
-            self._support.select(rows).restrict(out, start=columns.span.start)
+        if self.plan.support is not None:
+            self.plan.support.select(rows).restrict(out, start=columns.span.start)
 
     def fill_ruled_out(self, columns: _Columns, values: Float[Tensor, "R C"], value: float) -> None:
         """Overwrite the columns of ids that are never said."""
@@ -277,7 +267,6 @@ def _with_direction(
     weight: Float[Tensor, "V H"],
     targets: Int[Tensor, " N"],
     plan: _Plan,
-    support: Support | None,
 ) -> tuple[Float[Tensor, " N"], Bool[Tensor, " N"], Float[Tensor, "N H"]]:
     """Compute log-probabilities, whether each is the largest, and its gradient for the states."""
     rows = min(plan.chunk_size, len(hidden))
@@ -286,7 +275,8 @@ def _with_direction(
     is_top = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
     direction = torch.zeros_like(hidden, dtype=plan.wide)
     for part in _spans(0, len(hidden), plan.chunk_size):
-        blocks = _Blocks(hidden[part], weight, plan, support and support.select(part))
+        support = plan.support and plan.support.select(part)
+        blocks = _Blocks(hidden[part], weight, plan._replace(support=support))
         cache = logits[: part.stop - part.start]
         result = _statistics(blocks, targets[part], cache)
         logprobs[part], is_top[part] = result.logprobs, result.is_top

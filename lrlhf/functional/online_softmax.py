@@ -35,16 +35,14 @@ class Support(NamedTuple):
 
     def restrict(self, logits: Float[Tensor, "N C"], *, start: int = 0) -> None:
         """Set the logits of all other ids to -inf; ``start`` is the id of the first column."""
-        height, width = logits.shape
-        local = self.ids.long() - start
-        # what belongs to other blocks goes into a column of its own
-        local = torch.where((local >= 0) & (local < width), local, width)
-        row = torch.repeat_interleave(
-            torch.arange(height, device=logits.device), self.sizes, output_size=len(local)
-        )
-        outside = (self.sizes > 0)[:, None].repeat(1, width + 1)
-        outside[row, local] = False
-        logits.masked_fill_(outside[:, :width], -torch.inf)
+        width = logits.shape[1]
+        # few of a long list are in a narrow block
+        places = ((self.ids >= start) & (self.ids < start + width)).nonzero()[:, 0]
+        rows = torch.searchsorted(self.sizes.cumsum(0), places, right=True)
+        columns = self.ids[places] - start
+        kept = logits[rows, columns]
+        logits.masked_fill_((self.sizes > 0)[:, None], -torch.inf)
+        logits[rows, columns] = kept
 
 
 class RowStatistics(NamedTuple):

@@ -179,9 +179,10 @@ class RolloutQueue:
             episodes = stored["episodes"] and tuple(map(_restored_episode, stored["episodes"]))
             # absent from checkpoints of earlier versions
             media = media_of_tensors(stored.get("media", {}))
-            tensors = dict(stored["rollout"])
-            mask = mask_of_tensors(tensors)
-            rollout = Rollout(**tensors, media=media, episodes=episodes, sampling_mask=mask)
+            mask = mask_of_tensors({**stored.get("mask", {})})
+            rollout = Rollout(
+                **stored["rollout"], media=media, episodes=episodes, sampling_mask=mask
+            )
             done.set_result(rollout.to(device))
             self._pending[step] = _Pending(stored["prompts"], done)
 
@@ -235,10 +236,8 @@ def _stored(pending: _Pending) -> dict[str, Any]:
         "prompts": pending.prompts,
         # those of prompts alone come with the prompts again; which of them an agent has shown, not
         "media": media_tensors(rollout) if _shows_turns(rollout) or rollout.episodes else {},
-        "rollout": {
-            **{name: getattr(rollout, name) for name in ROLLOUT_TENSORS},
-            **mask_tensors(rollout),
-        },
+        "mask": mask_tensors(rollout),
+        "rollout": {name: getattr(rollout, name) for name in ROLLOUT_TENSORS},
         # without the environments, which end with the process
         "episodes": rollout.episodes
         and [

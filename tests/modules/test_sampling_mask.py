@@ -354,6 +354,21 @@ def test_a_wrapper_that_loses_the_sets_is_refused(build, train) -> None:
         train(build(engine=Forgets(TransformersEngine()), sampling=TOP_P))
 
 
+class Shifts(EngineWrapper):
+    """Returns sets of other ids."""
+
+    def generate(self, *args: Any, **options: Any) -> Rollout:
+        rollout = super().generate(*args, **options)
+        mask = rollout.sampling_mask
+        return replace(rollout, sampling_mask=replace(mask, ids=(mask.ids + 1) % 100))
+
+
+def test_a_token_that_is_not_in_its_set_is_refused(build, train) -> None:
+    """Its probability would be 0, and the loss infinite."""
+    with pytest.raises(ValueError, match=r"Shifts returned token \d+ \(row 0, column \d+\), which"):
+        train(build(engine=Shifts(TransformersEngine()), sampling=replace(TOP_P, top_k=1)))
+
+
 K = Sampling(top_k=1000)
 
 

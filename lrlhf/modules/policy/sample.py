@@ -604,12 +604,22 @@ def _check_drawn(record: Mapping[str, Any], sampling: Sampling, *, allowed: bool
 
 
 def _check_mask(rollout: Rollout, engine: RolloutEngine) -> None:
-    """Refuse responses that a wrapper of an engine made without the masks that it promises."""
-    if rollout.sampling_mask is None:
+    """Refuse responses that an engine or wrapper returned without their masks or with others."""
+    mask = rollout.sampling_mask
+    if mask is None:
         raise ValueError(
             f"{type(engine).__name__} returned responses without the ids that sampling.top_p, "
             "top_k, min_p or min_new_tokens left at each token: set Segment.mask of what it "
             "samples, or accept the bias with allow_truncated_sampling: true"
+        )
+    outside = rollout.response_mask & ~mask.holds(rollout.input_ids)
+    if outside.any():
+        row, column = outside.nonzero()[0].tolist()
+        raise ValueError(
+            f"{type(engine).__name__} returned token {int(rollout.input_ids[row, column])} (row "
+            f"{row}, column {column}), which is not among the ids of its sampling mask: it could "
+            "not have been sampled, and would have probability 0; the Segment.mask of another "
+            "segment or token was set"
         )
 
 
