@@ -20,14 +20,11 @@ mean reward of sampled responses to held-out prompts reaches the goal.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
-import io
 import logging
 import math
 import random
 import string
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -35,13 +32,12 @@ from typing import Any, NamedTuple
 
 import lightning as L
 
-from benchmarks.staleness import TOKENIZER, interval
+from benchmarks.staleness import TOKENIZER, fit_quietly, interval
 from lrlhf.datamodules import AdaptivePrompts, PromptDataModule
 from lrlhf.modules import RLOO, Evaluation, OptimizerConfig, Reference
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Sampling
 from tests.conftest import build_language_model
-from tests.modules.policy_runs import fit
 
 LETTERS = set(string.ascii_letters)
 CLASSES: Mapping[str, Callable[[str], bool]] = {
@@ -152,18 +148,15 @@ def run(task: Task, sampler: AdaptivePrompts | None, seed: int) -> Curve:
         seed=seed,
         prompt_sampler=sampler,
     )
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        fit(
-            module,
-            Path(folder),
-            Path(folder),
-            steps=task.iterations,
-            callbacks=[curve],
-            data=data,
-            val_check_interval=EVERY,
-            check_val_every_n_epoch=None,
-            num_sanity_val_steps=-1,
-        )
+    fit_quietly(
+        module,
+        steps=task.iterations,
+        callbacks=[curve],
+        data=data,
+        val_check_interval=EVERY,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=-1,
+    )
     return curve
 
 

@@ -15,11 +15,8 @@ nats per response.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
-import io
 import logging
-import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,13 +25,13 @@ from typing import Any, NamedTuple
 
 import lightning as L
 
-from benchmarks.staleness import TOKENIZER, TOKENS, fresh_responses, interval
+from benchmarks.staleness import TOKENIZER, TOKENS, fit_quietly, fresh_responses, interval
 from lrlhf.datamodules import PromptDataModule
 from lrlhf.modules import RLOO, OptimizerConfig, Reference, Update
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Sampling
 from tests.conftest import build_language_model
-from tests.modules.policy_runs import fit, letters
+from tests.modules.policy_runs import letters
 
 PROMPTS = [f"{letter} {sign}" for letter in "abcdefgh" for sign in "+-"]
 
@@ -121,16 +118,8 @@ def run(setting: Setting, seed: int, iterations: int) -> Outcome:
         seed=seed,
     )
     rows = [{"prompt": text} for text in PROMPTS * 2]
-    # fit prints a table of the sizes
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        fit(
-            module,
-            Path(folder),
-            Path(folder),
-            steps=iterations,
-            callbacks=[curve],
-            data=PromptDataModule(rows, batch_size=setting.batch_size, seed=seed),
-        )
+    data = PromptDataModule(rows, batch_size=setting.batch_size, seed=seed)
+    fit_quietly(module, steps=iterations, callbacks=[curve], data=data)
     assert len(curve.scores) == iterations
     asked = [prompt for prompt in PROMPTS for _ in range(16)]
     scores = as_asked(asked, fresh_responses(module, PROMPTS, seed))

@@ -13,6 +13,8 @@ of the time in which the engine generated, but training did not wait for it.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import logging
 import math
 import tempfile
@@ -147,6 +149,12 @@ def fresh_responses(module: RLOO, texts: Sequence[str], seed: int) -> list[str]:
     return [
         TOKENIZER.decode(ids, skip_special_tokens=True) for ids in response_ids(rollout, prompts)
     ]
+
+
+def fit_quietly(module: RLOO, *, steps: int, **options: Any) -> None:
+    """Train in a folder that is thrown away, without the table of sizes that ``fit`` prints."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        fit(module, Path(folder), Path(folder), steps=steps, **options)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:

@@ -21,12 +21,9 @@ in the folder already is not trained again.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
-import io
 import json
 import logging
-import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -37,7 +34,7 @@ import lightning as L
 import torch
 
 from benchmarks.sensitivity import PROMPTS, as_asked
-from benchmarks.staleness import TOKENIZER, TOKENS, interval
+from benchmarks.staleness import TOKENIZER, TOKENS, fit_quietly, interval
 from lrlhf.datamodules import PromptDataModule
 from lrlhf.functional import masked_mean
 from lrlhf.models import sequence_outputs
@@ -46,7 +43,6 @@ from lrlhf.rewards import Rewards
 from lrlhf.rollout import EngineWrapper, RolloutListener, Sampling, TransformersEngine
 from lrlhf.types import Experience, Rollout
 from tests.conftest import build_language_model
-from tests.modules.policy_runs import fit
 
 
 def noise(completions: Sequence[str]) -> list[float]:
@@ -124,16 +120,8 @@ def run(form: str, reward: str, seed: int, chosen: argparse.Namespace) -> list[P
         seed=seed,
     )
     rows = [{"prompt": text} for text in PROMPTS * 2]
-    # fit prints a table of the sizes
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        fit(
-            module,
-            Path(folder),
-            Path(folder),
-            steps=chosen.iterations,
-            callbacks=[curve],
-            data=PromptDataModule(rows, batch_size=8, seed=seed),
-        )
+    data = PromptDataModule(rows, batch_size=8, seed=seed)
+    fit_quietly(module, steps=chosen.iterations, callbacks=[curve], data=data)
     return curve.points
 
 

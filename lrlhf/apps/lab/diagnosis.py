@@ -9,7 +9,6 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -257,7 +256,7 @@ def _table(run: RunFiles) -> pd.DataFrame:
     import pandas as pd  # noqa: PLC0415  takes half a second
 
     count, columns = 0, defaultdict[str, "array[float]"](lambda: array("d", [math.nan]) * count)
-    for group, row in _grouped(run):
+    for group, row in ((number, row) for number, own in enumerate(run.groups()) for row in own):
         if row.get("padding"):  # of dynamic sampling: counts in nothing
             continue
         try:
@@ -273,14 +272,6 @@ def _table(run: RunFiles) -> pd.DataFrame:
     for name in ("group", "step", "score", "length", "advantage", "cut", "text", "prompt"):
         columns[name]
     return pd.DataFrame({name: np.array(column) for name, column in columns.items()})
-
-
-def _grouped(run: RunFiles) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the responses with the number of their group, whose rows stand behind each other."""
-    key = lambda row: [row.get(name) for name in ("step", "rank", "group", "source", "row")]  # noqa: E731
-    for number, (_, rows) in enumerate(groupby(run.responses(), key)):
-        for row in rows:
-            yield number, row
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
@@ -504,8 +495,7 @@ def _right_above_chance(run: RunFiles) -> Iterator[float]:
     Chance is the share that holds the answer of the group before. Groups without one are left out.
     """
     other: Any = None
-    for _, rows in groupby(_grouped(run), lambda entry: entry[0]):
-        own = [row for _, row in rows]
+    for own in run.groups():
         texts = [str(row.get("completion", "")) for row in own]
         answer = (own[0].get("columns") or {}).get("answer")
         above = _share_that_holds(texts, answer) - _share_that_holds(texts, other)

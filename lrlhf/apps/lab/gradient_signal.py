@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,22 +80,23 @@ def gradient_signal(
     squares: dict[str, list[float]] = {}
     for rows in groups:
         candidates = [_candidate(row, tokenizer) for row in rows]
+        rewards = _rewards(rows)
+        for name in rewards.keys() - sums.keys():
+            sums[name], squares[name] = [torch.zeros_like(weight) for weight in weights], []
+        if not any(map(any, rewards.values())):  # responses that agree
+            continue
         batch = right_padded(candidates, pad_token_id(tokenizer)).to(model.device)
         temperature = rows[0].get("temperature") or 1.0
         logprobs = sequence_logprobs(model, batch, temperature=temperature).sum(dim=1)
-        for name, values in _rewards(rows).items():
+        for name, values in rewards.items():
             loss = logprobs @ torch.tensor(values, dtype=logprobs.dtype, device=model.device)
             gradients = torch.autograd.grad(
                 loss / len(rows), weights, retain_graph=True, allow_unused=True
             )
-            own = [
-                torch.zeros_like(weight) if gradient is None else gradient
-                for weight, gradient in zip(weights, gradients, strict=True)
-            ]
-            squares.setdefault(name, []).append(_square(own))
-            so_far = sums.setdefault(name, [torch.zeros_like(weight) for weight in weights])
-            for total, gradient in zip(so_far, own, strict=True):
-                total.add_(gradient)
+            squares[name].append(_square([own for own in gradients if own is not None]))
+            for total, gradient in zip(sums[name], gradients, strict=True):
+                if gradient is not None:
+                    total.add_(gradient)
     count = len(groups)
     return {
         name: GradientSignal.of_sums(
@@ -110,18 +111,17 @@ def _square(tensors: Sequence[Tensor]) -> float:
 
 
 def _last_groups(run: RunFiles, prompts: int) -> list[list[dict[str, Any]]]:
-    groups: list[list[dict[str, Any]]] = []
-    key = lambda row: (row.get("step"), row.get("rank"), row.get("group"))  # noqa: E731
-    for _, rows in groupby(run.responses(), key):
+    groups: deque[list[dict[str, Any]]] = deque(maxlen=prompts)
+    for rows in run.groups():
         own = [row for row in rows if row.get("score") is not None and row.get("token_ids")]
         if len(own) > 1 and not any(row.get("given_tokens") or row.get("media") for row in own):
-            groups = [*groups, own][-prompts:]
+            groups.append(own)
     if len(groups) < 2:
         raise ValueError(
             f"{run.folder}: the gradient's signal takes at least two prompts with two scored "
             "responses each, in text and sampled as a whole"
         )
-    return groups
+    return list(groups)
 
 
 def _candidate(row: Mapping[str, Any], tokenizer: Any) -> Candidate:

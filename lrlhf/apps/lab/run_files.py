@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,6 +114,12 @@ class RunFiles:
         """Yield the responses of training, in the order of the steps."""
         for path in self.response_files:
             yield from records(path)
+
+    def groups(self) -> Iterator[list[dict[str, Any]]]:
+        """Yield the responses to each prompt of an iteration, which stand behind each other."""
+        names = ("step", "rank", "group", "source", "row")
+        for _, rows in groupby(self.responses(), lambda row: [row.get(name) for name in names]):
+            yield list(rows)
 
     def evaluation(self, step: int | None = None) -> list[dict[str, Any]]:
         """Return the records of the evaluation after a step; None: of the last.
