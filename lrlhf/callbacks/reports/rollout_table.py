@@ -215,7 +215,6 @@ def _middle_cut(text: str, max_chars: int) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    """Lines that are not empty."""
     return _BREAKS.split(text.strip())
 
 
