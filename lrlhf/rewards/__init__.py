@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lrlhf.rewards.functions.verdict_rewards import VerdictCorrect, VerdictFormat
     from lrlhf.rewards.isolation.isolated import IsolatedReward
     from lrlhf.rewards.judge.judge_reward import JudgeReward
-    from lrlhf.rewards.learned import LearnedReward, OwnModelReward
+    from lrlhf.rewards.learned import LearnedReward
     from lrlhf.rewards.process import ProcessReward
     from lrlhf.rewards.remote.remote_reward import RemoteReward
     from lrlhf.rewards.remote.service_client import ServiceReward
@@ -53,7 +53,6 @@ __all__ = [
     "LengthPenalty",
     "NumericAnswer",
     "OverlongPenalty",
-    "OwnModelReward",
     "PartialValues",
     "ProcessReward",
     "ReasoningGymScore",

@@ -58,43 +58,11 @@ LoadedT = TypeVar("LoadedT")
 
 
 class OwnModelReward(CopiesStartAfresh, Generic[LoadedT]):
-    """A reward with a model that is loaded at the first use, and by each copy on its own device.
-
-    Args:
-        source: Folder, hub id or ``package:<module>[/<path>]`` of the model.
-        tokenizer: Source of the tokenizer; null: the model's.
-        chat_template: Jinja text for prompts that are chats; null: the tokenizer's.
-        device: ``auto`` is the process's current GPU, if there is one.
-        dtype: Of the model; ``auto`` is as stored.
-        attn_implementation: As in ``from_pretrained`` of ``transformers``.
-        trust_remote_code: Run Python code that comes with the model.
-        offload: Keep the model in main memory between two calls.
-    """
+    """A reward with a model that is loaded at the first use, and by each copy on its own device."""
 
     ends_by_itself: ClassVar[bool] = True
     none_is_missing: ClassVar[bool] = True
     _not_copied = ("_loaded",)
-
-    def __init__(
-        self,
-        source: str,
-        *,
-        tokenizer: str | None = None,
-        chat_template: str | None = None,
-        device: str = "auto",
-        dtype: DType = "auto",
-        attn_implementation: str | None = None,
-        trust_remote_code: bool = False,
-        offload: bool = False,
-    ) -> None:
-        self._source, self._tokenizer = source, tokenizer or source
-        self._chat_template, self._device, self._offload = chat_template, device, offload
-        self._loading: dict[str, Any] = {
-            "dtype": dtype,
-            "attn_implementation": attn_implementation,
-            "trust_remote_code": trust_remote_code,
-        }
-        self._start_afresh()
 
     def _start_afresh(self) -> None:
         self._loaded: LoadedT | None = None
@@ -163,27 +131,43 @@ class LearnedReward(OwnModelReward[_Loaded]):
         source: Folder written by ``RewardModel``, or any sequence classifier with one label: a
             folder, a hub id or ``package:<module>[/<path>]``.
         head: Which of the model's scores counts; needed only if it has several.
+        tokenizer: Source of the tokenizer; null: the model's.
+        chat_template: Jinja text for prompts that are chats; null: the tokenizer's.
         batch_size: Responses that are scored at once.
         max_tokens: Longest prompt and response together, if the model itself has no lower limit.
+        device: ``auto`` is the process's current GPU, if there is one.
+        dtype: Of the model; ``auto`` is as stored.
+        attn_implementation: As in ``from_pretrained`` of ``transformers``.
+        trust_remote_code: Run Python code that comes with the model.
+        offload: Keep the model in main memory between two calls.
         special_tokens: Around texts that are no chats: ``with_eos``, those of the tokenizer and
             the end-of-sequence token, as ``RewardModel`` trains; ``tokenizer``, only the first;
             ``none``, as TRL's ``RLOOTrainer`` scores.
-        model: Options of the model and its tokenizer, see `OwnModelReward`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  the keys of a user's config
         self,
         source: str,
         head: str | None = None,
+        tokenizer: str | None = None,
+        chat_template: str | None = None,
         batch_size: int = 8,
         max_tokens: int | None = None,
+        device: str = "auto",
+        dtype: DType = "auto",
+        attn_implementation: str | None = None,
+        trust_remote_code: bool = False,
+        offload: bool = False,
         special_tokens: SpecialTokens = "with_eos",
-        **model: Any,
     ) -> None:
-        super().__init__(source, **model)
         check_positive(batch_size=batch_size, max_tokens=max_tokens)
-        self._head, self._special_tokens = head, special_tokens
+        self._source, self._head, self._special_tokens = source, head, special_tokens
+        self._tokenizer, self._chat_template = tokenizer, chat_template
         self._batch_size, self._max_tokens = batch_size, max_tokens
+        self._device, self._dtype, self._offload = device, dtype, offload
+        self._attn_implementation = attn_implementation
+        self._trust_remote_code = trust_remote_code
+        self._start_afresh()
 
     @classmethod
     def of_network(
@@ -278,12 +262,18 @@ class LearnedReward(OwnModelReward[_Loaded]):
         return scores
 
     def _load(self) -> _Loaded:
-        network = RewardNetwork.from_pretrained(self._source, **self._loading)
+        network = RewardNetwork.from_pretrained(
+            self._source,
+            dtype=self._dtype,
+            attn_implementation=self._attn_implementation,
+            trust_remote_code=self._trust_remote_code,
+        )
         device = resolve_device(self._device)
         network.to("cpu" if self._offload else device).eval().requires_grad_(False)
-        trust = self._loading["trust_remote_code"]
-        tokenizer = load_tokenizer(self._tokenizer, trust_remote_code=trust)
-        processor = load_processor(self._source, trust_remote_code=trust)
+        tokenizer = load_tokenizer(
+            self._tokenizer or self._source, trust_remote_code=self._trust_remote_code
+        )
+        processor = load_processor(self._source, trust_remote_code=self._trust_remote_code)
         return self._with(network, tokenizer, MediaProcessor.for_model(processor, network.config))
 
     def _with(

@@ -23,6 +23,7 @@ from lrlhf.models import (
     split_text,
     step_logits,
 )
+from lrlhf.models.loading.pretrained import DType
 from lrlhf.models.sharding import device_of
 from lrlhf.rewards.dispatch import until_timeout
 from lrlhf.rewards.function import (
@@ -107,9 +108,15 @@ class ProcessReward(OwnModelReward[_Loaded]):
             model.
         step_separator: Text behind a step in the model's training; null: that of its config, or a
             newline.
+        tokenizer: Source of the tokenizer; null: the model's.
+        chat_template: Jinja text for prompts that are chats; null: the tokenizer's.
         batch_size: Responses that are scored at once.
         max_tokens: Longest prompt and response together, if the model itself has no lower limit.
-        model: Options of the model and its tokenizer, see `OwnModelReward`.
+        device: ``auto`` is the process's current GPU, if there is one.
+        dtype: Of the model; ``auto`` is as stored.
+        attn_implementation: As in ``from_pretrained`` of ``transformers``.
+        trust_remote_code: Run Python code that comes with the model.
+        offload: Keep the model in main memory between two calls.
 
     Raises:
         ValueError: An option is out of its range.
@@ -121,25 +128,38 @@ class ProcessReward(OwnModelReward[_Loaded]):
 
     scores_steps: ClassVar[bool] = True
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  the keys of a user's config
         self,
         source: str,
         aggregate: Aggregate = "min",
         steps: Literal["separator", "turn"] = "separator",
         split_at: str | None = None,
         step_separator: str | None = None,
+        tokenizer: str | None = None,
+        chat_template: str | None = None,
         batch_size: int = 8,
         max_tokens: int | None = None,
-        **model: Any,
+        device: str = "auto",
+        dtype: DType = "auto",
+        attn_implementation: str | None = None,
+        trust_remote_code: bool = False,
+        offload: bool = False,
     ) -> None:
-        super().__init__(source, **model)
         if "" in (split_at, step_separator):
             raise ValueError("split_at and step_separator must be text, or null")
         check_positive(batch_size=batch_size, max_tokens=max_tokens)
-        self._aggregate, self._steps = aggregate, steps
+        self._source, self._aggregate, self._steps = source, aggregate, steps
         self._split_at, self._separator = split_at, step_separator
+        self._tokenizer, self._chat_template = tokenizer, chat_template
         self._batch_size, self._max_tokens = batch_size, max_tokens
-        self._spec = StepModel(source=source, **self._loading)
+        self._device, self._offload = device, offload
+        self._spec = StepModel(
+            source=source,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+        )
+        self._start_afresh()
 
     @classmethod
     def of_model(
@@ -237,7 +257,9 @@ class ProcessReward(OwnModelReward[_Loaded]):
         model = self._spec.load(trainable=False)
         device = torch.device("cpu") if self._offload else resolve_device(self._device)
         cast(nn.Module, model).to(device)
-        tokenizer = load_tokenizer(self._tokenizer, trust_remote_code=self._spec.trust_remote_code)
+        tokenizer = load_tokenizer(
+            self._tokenizer or self._source, trust_remote_code=self._spec.trust_remote_code
+        )
         return self._with(model.eval(), tokenizer)
 
     def _with(

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from lrlhf.media import MediaError, MediaProcessor
 from lrlhf.models import CausalLM, load_processor, load_tokenizer, plain_model, ruled_out_ids
+from lrlhf.models.loading.pretrained import DType
 from lrlhf.rewards.function import (
     Completion,
     LogExtra,
@@ -110,9 +111,14 @@ class GenerativeReward(OwnModelReward[_Loaded]):
         samples: Replies per question, which are averaged. Above 1 it needs a temperature.
         temperature: Sampling temperature of the replies; 0 takes the most likely token.
         max_new_tokens: Longest reply, reasoning included.
+        tokenizer: Source of the tokenizer; null: the model's.
+        chat_template: Jinja template for the question as a chat; null: the tokenizer's.
         batch_size: Questions per batch.
-        model: Options of the model and its tokenizer, see `OwnModelReward`; the chat template is
-            for the question.
+        device: ``auto`` is the process's current GPU, if there is one.
+        dtype: Type of the model's weights; ``auto`` is as stored.
+        attn_implementation: As in ``from_pretrained`` of ``transformers``.
+        trust_remote_code: Whether to run Python code that comes with the model.
+        offload: Keep the model in main memory between two calls.
 
     Raises:
         ValueError: An option is out of its range, or they do not go together.
@@ -134,10 +140,15 @@ class GenerativeReward(OwnModelReward[_Loaded]):
         samples: int = 1,
         temperature: float = 0.0,
         max_new_tokens: int = 512,
+        tokenizer: str | None = None,
+        chat_template: str | None = None,
         batch_size: int = 16,
-        **model: Any,
+        device: str = "auto",
+        dtype: DType = "auto",
+        attn_implementation: str | None = None,
+        trust_remote_code: bool = False,
+        offload: bool = False,
     ) -> None:
-        super().__init__(source, **model)
         check_positive(samples=samples, batch_size=batch_size)
         if samples > 1 and temperature == 0:
             raise ValueError(
@@ -155,8 +166,16 @@ class GenerativeReward(OwnModelReward[_Loaded]):
         )
         self.compares_responses = self._prompts.compares_responses
         self._sampling = Sampling(temperature=temperature, max_new_tokens=max_new_tokens)
-        self._spec = CausalLM(source=source, **self._loading)
-        self._system, self._batch_size = system, batch_size
+        self._spec = CausalLM(
+            source=source,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+        )
+        self._system, self._chat_template = system, chat_template
+        self._tokenizer = tokenizer or source
+        self._batch_size, self._device, self._offload = batch_size, device, offload
+        self._start_afresh()
 
     def __call__(
         self,
