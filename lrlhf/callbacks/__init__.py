@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from lrlhf.callbacks.hf_export import HFExport
     from lrlhf.callbacks.kl_control import KLControl
     from lrlhf.callbacks.output_files import atomic_folder, atomic_write, output_folder
-    from lrlhf.callbacks.reports.pair_page import PairPage
     from lrlhf.callbacks.reports.progress import PhaseProgress
     from lrlhf.callbacks.reports.run_report import RunReport
     from lrlhf.callbacks.rl_checkpoint import RLCheckpoint
@@ -30,7 +29,6 @@ __all__ = [
     "EvalJSONL",
     "HFExport",
     "KLControl",
-    "PairPage",
     "PhaseProgress",
     "PredictionJSONL",
     "RLCheckpoint",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -76,11 +76,12 @@ class LineSpool:
         if source is not None:
             source.close()
 
-    def sorted_lines(self) -> Iterator[bytes]:
-        """Go through the lines in the order of their keys."""
-        for spooled in sorted(self._lines, key=lambda spooled: spooled.key):
-            if self._file is not None:
-                yield _read(self._file, spooled)
+    def write(self, path: Path) -> None:
+        """Write the lines to a file, in the order of their keys."""
+        with atomic_write(path) as handle:
+            for spooled in sorted(self._lines, key=lambda spooled: spooled.key):
+                if self._file is not None:
+                    handle.write(_read(self._file, spooled) + b"\n")
 
 
 def _read(file: IO[bytes], spooled: _SpooledLine) -> bytes:
@@ -200,8 +201,7 @@ class EvalJSONL(KeepsArguments, LoadedStep):
         if not trainer.is_global_zero or not (len(self._lines) or self.needs_records):
             return
         path = output_folder(trainer, self.dirpath) / f"{name}_{model_step(trainer)}.jsonl"
-        with atomic_write(path) as handle:
-            handle.writelines(line + b"\n" for line in self._lines.sorted_lines())
+        self._lines.write(path)
         self.paths.append(path)
 
 
@@ -231,11 +231,10 @@ class PredictionJSONL(L.Callback):
         self.dirpath = dirpath
         self.path: Path | None = None
         """The file that this process wrote; on rank zero only."""
-        self._lines: list[tuple[tuple[int, str, int, int], str]] = []
-        """Where each stands in the data, and its text."""
+        self._lines = LineSpool()
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._lines = []
+        self._lines.clear()
 
     def on_predict_batch_end(
         self,
@@ -255,15 +254,13 @@ class PredictionJSONL(L.Callback):
                 # else the ranks took the rows of a batch in turn
                 arrival = len(self._lines) * trainer.world_size + trainer.global_rank
                 number = row_number(record, "row", "index")
-                spooled = (dataloader_idx, str(record.get("source", "")), number, arrival)
-                self._lines.append((spooled, json_line(line)))
+                key = (dataloader_idx, str(record.get("source", "")), number, arrival)
+                self._lines.add(key, json_line(line))
 
     def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        lines = gather_on_zero(trainer, self._lines)
-        self._lines = []
-        if not trainer.is_global_zero or not lines:
-            return
-        self.path = output_folder(trainer, self.dirpath) / "predictions.jsonl"
-        with atomic_write(self.path) as handle:
-            handle.writelines(f"{text}\n".encode() for _, text in sorted(lines))
-        _logger.info("wrote %d predictions to %s", len(lines), self.path)
+        self._lines.gather(trainer)
+        if trainer.is_global_zero and len(self._lines):
+            self.path = output_folder(trainer, self.dirpath) / "predictions.jsonl"
+            self._lines.write(self.path)
+            _logger.info("wrote %d predictions to %s", len(self._lines), self.path)
+        self._lines.clear()

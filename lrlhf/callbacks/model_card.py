@@ -8,7 +8,7 @@ import math
 import platform
 import re
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -148,7 +148,10 @@ def write_model_card(folder: Path, origin: Origin) -> None:
     kind = type(origin.module).__name__
     data = ModelCardData(
         base_model=base,
-        datasets=list(dict.fromkeys(_dataset_ids(sources))) or None,
+        datasets=list(
+            dict.fromkeys(each.dataset_id for each in sources if isinstance(each, HubSource))
+        )
+        or None,
         library_name=usage.library,
         license=origin.license,
         pipeline_tag=usage.task,
@@ -206,10 +209,6 @@ def _introduction(origin: Origin, base: str | None) -> str:
 def _sources(data: L.LightningDataModule | None) -> list[Source]:
     parts = data.train_components if isinstance(data, RowDataModule) else []
     return [source for part in parts for source in part.sources]
-
-
-def _dataset_ids(sources: Iterable[Source]) -> Iterator[str]:
-    return (source.dataset_id for source in sources if isinstance(source, HubSource))
 
 
 def _training(origin: Origin, sources: Sequence[Source]) -> str:

@@ -7,7 +7,6 @@ from lrlhf.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from lrlhf.datamodules.adaptive import AdaptivePrompts
     from lrlhf.datamodules.core import RowDataModule, RowKind
-    from lrlhf.datamodules.datasets.ratings import RatedPairs, RatedText
     from lrlhf.datamodules.datasets.tasks import ReasoningGym
     from lrlhf.datamodules.datasets.verdict_tasks import VerdictTasks
     from lrlhf.datamodules.loading.loader import EvalLoader, TrainLoader
@@ -40,8 +39,6 @@ __all__ = [
     "MemorySource",
     "PreferenceDataModule",
     "PromptDataModule",
-    "RatedPairs",
-    "RatedText",
     "ReasoningGym",
     "ReplayDataModule",
     "RowDataModule",

@@ -235,7 +235,6 @@ class Session:
             await self._call("close()", close)
 
     async def _tool_message(self, call: ToolCall | MalformedCall) -> Message:
-        """Make a call, and return the message with its result."""
         self._number += 1
         message: dict[str, Any] = {"role": "tool", "tool_call_id": f"call{self._number:05d}"}
         if isinstance(call, MalformedCall):

@@ -7,7 +7,6 @@ from lrlhf.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from lrlhf.loggers.csv import ResumingCSVLogger
     from lrlhf.loggers.tensorboard import ResumingTensorBoardLogger
-    from lrlhf.loggers.trackio import ResumingTrackioLogger
     from lrlhf.loggers.wandb import ResumingWandbLogger
 else:
     __getattr__ = lazy_exports(__name__)
@@ -15,6 +14,5 @@ else:
 __all__ = [
     "ResumingCSVLogger",
     "ResumingTensorBoardLogger",
-    "ResumingTrackioLogger",
     "ResumingWandbLogger",
 ]

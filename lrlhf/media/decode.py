@@ -449,10 +449,7 @@ def _data_uri(value: str, name: str) -> bytes:
     try:
         return base64.b64decode(data, validate=True)
     except binascii.Error as error:
-        # without the addresses of what was opened, which Pillow and libsndfile name first
-        known = isinstance(error, UnidentifiedImageError)
-        detail = _UNKNOWN if known else getattr(error, "error_string", error)
-        raise MediaError(reason, f"{name}: {detail}") from error
+        raise MediaError(reason, f"{name}: {error}") from error
 
 
 def _opened_image(value: Any, name: str) -> Image.Image:

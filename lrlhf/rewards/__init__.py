@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from lrlhf.rewards.learned import LearnedReward
     from lrlhf.rewards.process import ProcessReward
     from lrlhf.rewards.remote.remote_reward import RemoteReward
+    from lrlhf.rewards.remote.service_client import ServiceReward
     from lrlhf.rewards.remote.vllm_reward import VLLMReward
     from lrlhf.rewards.reward_values import RewardResult
     from lrlhf.rewards.rewards import Rewards
@@ -63,6 +64,7 @@ __all__ = [
     "RewardResult",
     "RewardValues",
     "Rewards",
+    "ServiceReward",
     "StepReward",
     "StepValues",
     "TextSegment",

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
-from lrlhf.callbacks import EMA, HFExport, KLControl, PairPage, RolloutLog, VLLMWeightSync
+from lrlhf.callbacks import EMA, HFExport, KLControl, RolloutLog, VLLMWeightSync
 from lrlhf.callbacks.output_files import output_folder
 from tests.callbacks.fakes import trainer
 
@@ -27,7 +27,6 @@ from tests.callbacks.fakes import trainer
         (VLLMWeightSync, "every_n_steps", [0]),
         (VLLMWeightSync, "probe_every", [-1]),
         (VLLMWeightSync, "tolerance", [0.0]),
-        (PairPage, "pairs", [0]),
     ],
 )
 def test_options_that_cannot_work_are_refused(callback: Any, option: str, values: Any) -> None:

@@ -1,16 +1,14 @@
-import html
 import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lrlhf.callbacks import RolloutLog
-from lrlhf.callbacks.reports.rollout_table import send
 from lrlhf.rollout import load_rollout
 from lrlhf.types import Media
 from tests.callbacks.fakes import ToyPolicy, batches, experience, record, resume, trainer
@@ -135,55 +133,6 @@ def test_tensorboard_gets_the_images_of_each_row_side_by_side(tmp_path: Path) ->
         assert shown.size == (256 + 4 + 256, 256)
         assert shown.getpixel((128, 128)) == (255, 0, 0)
         assert shown.getpixel((260 + 128, 128)) == (0, 0, 255)
-
-
-class Tables(Logger):
-    """A logger that shows tables of its own."""
-
-    name, version = "tables", 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables: list[tuple[str, list[str], list[list[Any]], int]] = []
-
-    def log_metrics(self, *_: Any, **__: Any) -> None:
-        """Take them."""
-
-    log_hyperparams = log_metrics
-
-    def log_table(self, key: str, columns: Any, data: Any, step: int) -> None:
-        self.tables.append((key, list(columns), [list(row) for row in data], step))
-
-
-def test_a_logger_with_tables_gets_turns_as_inert_text_and_images_as_pictures(
-    tmp_path: Path,
-) -> None:
-    call = {"function": {"name": "add", "arguments": {"a": 1}}}
-    turns = [
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "content": "# <b>4</b>"},
-        {"role": "assistant", "content": "It is 4."},
-    ]
-    rows = [record(1, 0, episode=turns), record(1, 1)]
-    logger = Tables()
-    send(trainer(tmp_path, logger=logger), rows, key="t", step=1, media=[None, red()])
-    ((key, columns, data, step),) = logger.tables
-    assert (key, step) == ("t", 1)
-    first, second = (dict(zip(columns, row, strict=True)) for row in data)
-    said = html.unescape(first["completion"])
-    assert said.startswith('assistant: [{"function": {"name": "add"')
-    assert said.endswith("\\ntool: # <b>4</b>\\nassistant: It is 4.")
-    assert "<b>" not in first["completion"]
-    assert first["images"] is None
-    assert second["completion"] == "answer 1"
-    assert second["images"].size == (516, 256)
-    assert second["length"] == 2
-
-
-def test_a_table_without_pictures_has_no_column_for_them(tmp_path: Path) -> None:
-    logger = Tables()
-    send(trainer(tmp_path, logger=logger), [record(1, 0)], key="t", step=1)
-    assert "images" not in logger.tables[0][1]
 
 
 @pytest.mark.slow

@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 from lightning.pytorch.loggers import CSVLogger
-from matplotlib import image
 
 from lrlhf.callbacks import EvalJSONL, HFExport, PhaseProgress, RLCheckpoint, RolloutLog, RunReport
 from lrlhf.callbacks.reports import curves
-from lrlhf.callbacks.reports.curves import Curve, draw_curve, draw_panels, moving_average
+from lrlhf.callbacks.reports.curves import Curve, draw_panels
 from tests.callbacks.fakes import ToyPolicy, batches, trainer
 
 
@@ -74,7 +73,7 @@ def test_without_matplotlib_a_run_says_once_that_pictures_are_left_out(
     assert not list(tmp_path.glob("*.png"))
     assert "rollout/score: 0 at step 1" in capsys.readouterr().out
     with pytest.raises(ImportError, match="drawing curves needs the package matplotlib"):
-        draw_curve(tmp_path / "a.png", Curve("a", [1], [1.0]), Curve("b", [], []))
+        draw_panels(tmp_path / "a.png", {"run": [Curve("a", [1], [1.0])]})
 
 
 def test_a_resumed_run_reports_the_whole(
@@ -136,25 +135,6 @@ def test_a_resumed_run_with_no_step_left_says_only_that(
     assert capsys.readouterr().out.splitlines() == ["", "no step was left: the run is at step 2"]
 
 
-def test_the_average_knows_only_the_past() -> None:
-    # means of (2), of (2 and 4), of (2, 4 and 0), of (4, 0 and 8)
-    assert moving_average([2.0, 4.0, 0.0, 8.0], 3) == [2.0, 3.0, 2.0, 4.0]
-
-
-def test_the_picture_shows_the_metric_and_the_evaluations(tmp_path: Path) -> None:
-    steps = list(range(1, 61))
-    metric = Curve("rollout/score", steps, [float("nan"), *(step / 60 for step in steps[1:])])
-    bare, full = tmp_path / "bare.png", tmp_path / "full.png"
-    draw_curve(bare, metric, Curve("eval/score", [], []))
-    draw_curve(full, metric, Curve("eval/score", [0, 60], [0.0, 1.0]))
-    assert image.imread(bare).shape[:2] == (675, 1200)
-    # the evaluations are the only orange: red well above blue
-    pixels = {path: image.imread(path) for path in (bare, full)}
-    orange = {path: int((p[..., 0] > p[..., 2] + 0.5).sum()) for path, p in pixels.items()}
-    assert orange[bare] == 0
-    assert orange[full] > 100
-
-
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The figures that would have been saved."""
@@ -167,8 +147,9 @@ def test_a_single_step_has_whole_steps_and_plain_values_on_its_axes(
     tmp_path: Path, drawn: list[Any]
 ) -> None:
     # the same value, but for the rounding of float32
-    draw_curve(tmp_path, Curve("train/accuracy", [1], [0.5]), Curve("eval", [1], [0.50000003]))
-    draw_panels(tmp_path, {"run": [Curve("train/loss", [1], [0.5])]})
+    curves = {"a": [Curve("eval", [1], [0.5])], "b": [Curve("eval", [1], [0.50000003])]}
+    for runs in (curves, {"run": [Curve("train/loss", [1], [0.5])]}):
+        draw_panels(tmp_path, runs)
     for figure in drawn:
         figure.draw_without_rendering()
         (axes,) = figure.axes
@@ -177,6 +158,18 @@ def test_a_single_step_has_whole_steps_and_plain_values_on_its_axes(
                 low <= text.get_position()[0] <= high] == ["1"]  # fmt: skip
         assert axes.yaxis.get_offset_text().get_text() == ""
         assert all(len(text.get_text()) <= 5 for text in axes.get_yticklabels())
+
+
+def test_many_values_are_drawn_behind_their_mean(tmp_path: Path, drawn: list[Any]) -> None:
+    values = [float(step % 4) for step in range(80)]
+    values[3] = float("nan")
+    draw_panels(tmp_path, {"run": [Curve("train/loss", list(range(80)), values)]})
+    (axes,) = drawn[0].axes
+    faint, mean = axes.lines
+    assert len(faint.get_xdata()) == 79
+    # of three values, as 79 // 20 is 3: (0, 1, 2), (1, 2, 0), (2, 0, 1), (0, 1, 2), (1, 2, 3)
+    assert list(mean.get_xdata()[:5]) == [2, 4, 5, 6, 7]
+    assert list(mean.get_ydata()[:5]) == pytest.approx([1.0, 1.0, 1.0, 1.0, 2.0])
 
 
 def test_the_label_of_a_target_stands_on_white_above_the_curves(

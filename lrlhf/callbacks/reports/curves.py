@@ -1,11 +1,10 @@
-"""Pictures of a run: what the policy earned step by step, and a panel for each further metric."""
+"""Pictures of a run: a panel for each metric, and what rows show side by side."""
 
 from __future__ import annotations
 
 import importlib
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,8 +15,7 @@ from lrlhf.callbacks.output_files import atomic_write
 from lrlhf.media import Audio
 from lrlhf.types import Media
 
-_LINE, _POINT = "#2a6fbb", "#c8500a"
-_COLOURS = (_LINE, _POINT, "#3a8a4d", "#8a4fa3", "#7a6a1f")
+_COLOURS = ("#2a6fbb", "#c8500a", "#3a8a4d", "#8a4fa3", "#7a6a1f")
 _DASHED = (0, (4, 3))
 _BEHIND_TEXT = {"boxstyle": "round,pad=0.15", "fc": "white", "ec": "none", "alpha": 0.8}
 """Keeps text readable where a curve runs behind it."""
@@ -47,41 +45,6 @@ class Curve(NamedTuple):
         return Curve(self.name, list(points), list(points.values()))
 
 
-def moving_average(values: Sequence[float], window: int) -> list[float]:
-    """Mean of each value and up to ``window - 1`` before it: what was known at that step."""
-    seen = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
-    return [sum(part) / len(part) for part in seen]
-
-
-def draw_curve(path: Path, metric: Curve, evaluation: Curve) -> None:
-    """Write a PNG of a metric, its moving average, and the evaluations on the same axis.
-
-    Args:
-        path: Where to; the folder is created.
-        metric: One value per training step.
-        evaluation: One value per evaluation, possibly none.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    metric, evaluation = metric.finite(), evaluation.finite()
-    figure = _new_figure(8, 4.5, dpi=150)
-    axes = figure.add_subplot()
-    _draw_metric(axes, metric)
-    title = f"{metric.name}, steps {metric.steps[0]} to {metric.steps[-1]}"
-    if evaluation.steps:
-        _draw_evaluation(axes, evaluation)
-    if len(evaluation.steps) > 1:
-        title = (
-            f"{evaluation.name}  {evaluation.values[0]:.3g} → {evaluation.values[-1]:.3g}  "
-            f"from step {evaluation.steps[0]} to {evaluation.steps[-1]}"
-        )
-    axes.set_xlabel("step")
-    _finish(axes, title, fontsize=11, x_margin=0.05)
-    axes.legend(frameon=False, fontsize=9, loc="best")
-    _save(path, figure)
-
-
 def draw_panels(
     path: Path,
     runs: Mapping[str, Sequence[Curve]],
@@ -89,6 +52,9 @@ def draw_panels(
     targets: Mapping[str, float] | None = None,
 ) -> None:
     """Write a PNG with one panel per metric, the curves of all runs in each.
+
+    A curve of 40 values or more is drawn as the mean of a twentieth of them, each value and those
+    before it, with the values themselves behind it.
 
     Args:
         path: Where to; the folder is created.
@@ -108,53 +74,35 @@ def draw_panels(
         raise ValueError("no run has a value of any metric to draw")
     columns = min(3, len(shown))
     rows = math.ceil(len(shown) / columns)
-    figure = _new_figure(4.2 * columns, 2.8 * rows, dpi=130)
+    # half a second of import that only the end of a run needs
+    try:
+        figure_type = importlib.import_module("matplotlib.figure").Figure
+    except ImportError as error:
+        raise ImportError(
+            "drawing curves needs the package matplotlib: pip install 'lrlhf[plots]'"
+        ) from error
+    figure = figure_type(figsize=(4.2 * columns, 2.8 * rows), dpi=130, layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes in grid.flat[len(shown) :]:
         axes.set_visible(False)
     for axes, (name, series) in zip(grid.flat, shown.items(), strict=False):
         for number, run, curve in series:
-            colour = _COLOURS[number % len(_COLOURS)]
-            marker = "o" if len(curve.steps) < 15 else None
-            draw = partial(axes.plot, color=colour, linewidth=1.6, marker=marker, markersize=3.5)
-            draw(curve.steps, curve.values, label=run)
-        if targets and name in targets:
-            _draw_target(axes, targets[name])
-        axes.tick_params(labelsize=8)
-        _finish(axes, name, fontsize=10, x_margin=0.03)
+            _draw(axes, curve, run, _COLOURS[number % len(_COLOURS)])
+        _finish(axes, name, (targets or {}).get(name))
     if len(runs) > 1:
         handles, labels = grid.flat[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper right", ncols=len(runs), frameon=False)
     _save(path, figure)
 
 
-def _draw_metric(axes: Any, metric: Curve) -> None:
-    window, draw = max(1, len(metric.values) // 20), partial(axes.plot, color=_LINE)
-    if window == 1:
-        # too few for a mean, and one alone is no line
-        draw(metric.steps, metric.values, linewidth=2, marker=".", label=metric.name)
-        return
-    each = f"{metric.name}, each step"
-    draw(metric.steps, metric.values, alpha=0.3, linewidth=1, label=each)
-    means = moving_average(metric.values, window)[window - 1 :]
-    draw(metric.steps[window - 1 :], means, linewidth=2.2, label=f"mean of {window} steps")
-
-
-def _draw_evaluation(axes: Any, evaluation: Curve) -> None:
-    draw = partial(axes.plot, color=_POINT, linestyle=_DASHED, linewidth=1.2, marker="o")
-    draw(evaluation.steps, evaluation.values, markersize=6, label=evaluation.name)
-    for index in sorted({0, len(evaluation.steps) - 1}):
-        axes.annotate(
-            f"{evaluation.values[index]:.3g}",
-            (evaluation.steps[index], evaluation.values[index]),
-            xytext=(0, 9),
-            textcoords="offset points",
-            ha="center",
-            fontsize=9,
-            color=_POINT,
-            fontweight="bold",
-            bbox=_BEHIND_TEXT,
-        )
+def _draw(axes: Any, curve: Curve, run: str, colour: str) -> None:
+    _, steps, values = curve
+    if (window := len(values) // 20) > 1:
+        axes.plot(steps, values, color=colour, alpha=0.3, linewidth=1)
+        steps = steps[window - 1 :]
+        values = np.convolve(values, np.full(window, 1 / window), "valid").tolist()
+    marker = "o" if len(steps) < 15 else None
+    axes.plot(steps, values, color=colour, linewidth=1.6, marker=marker, markersize=3.5, label=run)
 
 
 def _draw_target(axes: Any, target: float) -> None:
@@ -173,27 +121,18 @@ def _draw_target(axes: Any, target: float) -> None:
     )
 
 
-def _new_figure(width: float, height: float, *, dpi: int) -> Any:
-    """Return a figure that needs no display."""
-    # half a second of import that only the end of a run needs
-    try:
-        figure = importlib.import_module("matplotlib.figure").Figure
-    except ImportError as error:
-        raise ImportError(
-            "drawing curves needs the package matplotlib: pip install 'lrlhf[plots]'"
-        ) from error
-    return figure(figsize=(width, height), dpi=dpi, layout="constrained")
-
-
-def _finish(axes: Any, title: str, *, fontsize: int, x_margin: float) -> None:
-    axes.set_title(title, loc="left", fontsize=fontsize)
+def _finish(axes: Any, title: str, target: float | None) -> None:
+    if target is not None:
+        _draw_target(axes, target)
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.tick_params(labelsize=8)
     # one tick is enough where one step has a value
     axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     axes.ticklabel_format(useOffset=False)
     axes.grid(axis="y", color="#e3e6ea", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.margins(x=x_margin, y=0.12)
+    axes.margins(x=0.03, y=0.12)
     low, high = axes.dataLim.intervaly
     if high - low < _ROUNDING * abs(high):
         # values that only rounding tells apart are one value

@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import lightning as L
 import numpy as np
@@ -39,16 +39,6 @@ _UNASKED = ("system", "developer")
 _EARLIER_CHARS = 60
 _MAX_LINES = 12
 _BREAKS = re.compile(r"\s*\n\s*")
-
-
-@runtime_checkable
-class ShowsTables(Protocol):
-    """A logger with tables of its own, which takes texts for Markdown."""
-
-    def log_table(
-        self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], step: int
-    ) -> None:
-        """Log rows of numbers, texts, pictures and None."""
 
 
 def spread(records: Sequence[T], count: int) -> list[T]:
@@ -148,9 +138,6 @@ def send(
             if pictures:
                 page = np.asarray(stack(pictures))
                 logger.experiment.add_image(f"{key}/images", page, step, dataformats="HWC")
-        elif isinstance(logger, ShowsTables):
-            cells = [[inert(cell) if isinstance(cell, str) else cell for cell in r] for r in rows]
-            logger.log_table(key, columns, cells, step)
 
 
 def _with(image: Callable[[Image.Image], Any], rows: Sequence[Sequence[Any]]) -> list[list[Any]]:
@@ -228,7 +215,6 @@ def _middle_cut(text: str, max_chars: int) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    """Lines that are not empty."""
     return _BREAKS.split(text.strip())
 
 

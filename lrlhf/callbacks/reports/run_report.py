@@ -18,7 +18,7 @@ from lrlhf.callbacks.eval_jsonl import EvalJSONL, is_evaluation
 from lrlhf.callbacks.hf_export import HFExport
 from lrlhf.callbacks.kl_control import KLControl
 from lrlhf.callbacks.output_files import hold_output_folder, output_folder
-from lrlhf.callbacks.reports.curves import Curve, draw_curve, draw_panels
+from lrlhf.callbacks.reports.curves import Curve, draw_panels
 from lrlhf.callbacks.rollout_log import RolloutLog
 from lrlhf.modules.contracts import Measured, SamplesResponses
 from lrlhf.run.run_folder import HasRunFolder, run_folder
@@ -30,7 +30,7 @@ _EXPORTED, _RESUMED = "trained model", "last checkpoint"
 class RunReport(KeepsArguments, L.Callback):
     """Draws ``reward_curve.png`` and prints where the results are, when ``fit`` ends.
 
-    Drawing needs matplotlib (``pip install 'lrlhf[plots]'``); without it there are no pictures.
+    Drawing needs matplotlib (``pip install 'lrlhf[plots]'``); without it there is no picture.
     It compares the evaluations at the start and at the end; with ``num_sanity_val_steps: -1`` the
     first is that of the model before training.
 
@@ -38,8 +38,8 @@ class RunReport(KeepsArguments, L.Callback):
         dirpath: Folder of the picture; None: the run folder.
         metric: Logged training metric to draw; None: the one that the module names.
         eval_metric: Logged validation metric to draw and to compare; None: the module's.
-        panels: Further metrics, each a panel of ``curves.png``; with adaptive `KLControl` its
-            target is in the panel of ``kl/sequence``. None: no such picture.
+        panels: Further metrics, each a panel beside those two; with adaptive `KLControl` its
+            target is in the panel of ``kl/sequence``.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class RunReport(KeepsArguments, L.Callback):
         try:
             folders |= self._draw(trainer)
         except ImportError as error:
-            rank_zero_warn(f"there are no pictures of curves: {error}")
+            rank_zero_warn(f"there is no picture of the curves: {error}")
         lines = self._reached(trainer)
         lines += _listed({name: short_path(path) for name, path in folders.items()})
         if commands := _commands(trainer, folders):
@@ -135,17 +135,13 @@ class RunReport(KeepsArguments, L.Callback):
             self.curves[name] = Curve(name, list(past["steps"]), list(past["values"]))
 
     def _draw(self, trainer: L.Trainer) -> dict[str, Path]:
-        folder = output_folder(trainer, self.dirpath)
-        drawn: dict[str, Path] = {}
-        if self.curves[self.metric].finite().steps:
-            drawn["reward curve"] = folder / "reward_curve.png"
-            curves = (self.curves[self.metric], self.curves[self.eval_metric])
-            draw_curve(drawn["reward curve"], *curves)
-        panels = [self.curves[name] for name in self.panels]
-        if any(curve.finite().steps for curve in panels):
-            drawn["curves"] = folder / "curves.png"
-            draw_panels(drawn["curves"], {"run": panels}, targets=_targets(trainer))
-        return drawn
+        names = dict.fromkeys((self.metric, self.eval_metric, *self.panels))
+        curves = [self.curves[name] for name in names]
+        if not any(curve.finite().steps for curve in curves):
+            return {}
+        path = output_folder(trainer, self.dirpath) / "reward_curve.png"
+        draw_panels(path, {"run": curves}, targets=_targets(trainer))
+        return {"reward curve": path}
 
 
 def _listed(entries: Mapping[str, str]) -> list[str]:

@@ -195,18 +195,15 @@ def _hub_rows(data: Any) -> Iterator[Any]:
     schema = data.features
     features = type(schema)({name: _undecoded(value) for name, value in schema.items()})
     embeds = features != schema and folder_of(data) is FOREIGN
+    package = importlib.import_module("datasets.table")
     tables = data.with_format("arrow", columns=data.format["columns"])
     # of few rows, as a table holds no more than 2 GiB of bytes
     return (
         features.decode_example(row)
         for table in tables.iter(batch_size=_EMBEDDED if embeds else 1000)
-        for row in rows_of_arrow(_with_bytes(table) if embeds else table)
+        # with the files that media columns name
+        for row in rows_of_arrow(package.embed_table_storage(table) if embeds else table)
     )
-
-
-def _with_bytes(table: Any) -> Any:
-    """Put the files that media columns name into an Arrow table."""
-    return importlib.import_module("datasets.table").embed_table_storage(table)
 
 
 def _undecoded(feature: Any) -> Any:

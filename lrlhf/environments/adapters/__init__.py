@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from lrlhf.environments.adapters.gymnasium_environment import GymnasiumEnvironment
     from lrlhf.environments.adapters.mcp_tools import McpTools
     from lrlhf.environments.adapters.openenv_environments import OpenEnvEnvironment, OpenEnvTools
-    from lrlhf.environments.adapters.textarena_environment import TextArenaEnvironment
     from lrlhf.environments.adapters.verifiers_agent import VerifiersAgent
 
 __all__ = [
@@ -18,7 +17,6 @@ __all__ = [
     "McpTools",
     "OpenEnvEnvironment",
     "OpenEnvTools",
-    "TextArenaEnvironment",
     "VerifiersAgent",
 ]
 
@@ -27,7 +25,6 @@ _HOMES = {
     "McpTools": ("mcp_tools", "mcp"),
     "OpenEnvEnvironment": ("openenv_environments", "openenv"),
     "OpenEnvTools": ("openenv_environments", "openenv"),
-    "TextArenaEnvironment": ("textarena_environment", "textarena"),
     "VerifiersAgent": ("verifiers_agent", "verifiers"),
 }
 """The module of each name, and its package, after which the extra is called too."""

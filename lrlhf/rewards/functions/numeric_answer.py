@@ -185,7 +185,6 @@ class NumericAnswer(RewardFunction):
         return numbers[0 if self._which == "first" else -1]
 
     def _expression(self, text: str) -> str | None:
-        """Return the part of the response that may be an expression."""
         if self._pattern is not None:
             return self._pattern.last(text)
         if self._which == "boxed":

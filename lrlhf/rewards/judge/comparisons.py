@@ -242,7 +242,6 @@ class JudgePrompts:
         ]
 
     def _comparisons(self, rows: Sequence[int]) -> Iterator[Comparison]:
-        """Yield the comparisons of the responses to a prompt."""
         pairs: Iterable[tuple[int, ...]]
         if self._mode == "absolute":
             yield from (Comparison(((row,),)) for row in rows)

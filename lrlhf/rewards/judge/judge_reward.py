@@ -10,11 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from statistics import fmean
-from typing import Any, ClassVar
+from typing import Any
 
 from lrlhf.rewards.function import (
     Completion,
-    CopiesStartAfresh,
     LogExtra,
     LogMetric,
     PartialValues,
@@ -37,15 +36,13 @@ from lrlhf.rewards.judge.comparisons import (
 from lrlhf.rewards.judge.verdicts import SYSTEM, FormName
 from lrlhf.rewards.remote.remote_reward import in_base64, png_file
 from lrlhf.rewards.remote.service_client import (
-    DEFAULT_TOKEN_ENV,
     Calls,
     Exchange,
     RequestRefusedError,
     Service,
-    ServiceClient,
     ServiceError,
+    ServiceReward,
     ServicesDownError,
-    ServiceSettings,
     gather,
     read_models,
     served_model,
@@ -55,7 +52,7 @@ from lrlhf.types import Prompt
 _REQUEST = {"temperature": 0.0, "max_tokens": 1024}
 
 
-class JudgeReward(CopiesStartAfresh):
+class JudgeReward(ServiceReward):
     """The verdict of a judge, a language model behind OpenAI's chat completions (LLM as a judge).
 
     The endpoint is any server of that protocol, such as vLLM's (the run's own included, where it
@@ -109,19 +106,12 @@ class JudgeReward(CopiesStartAfresh):
         cache_version: A name for the judge, which replaces the addresses in the key of a reply:
             replies stay valid when it moves, and a new name requests new ones for new weights.
         prices: Of a million tokens, ``{prompt: …, completion: …}``, to log the cost.
-        token_env: Environment variable that holds the key of the endpoint.
-        token_file: File that holds it, instead.
         timeout: Seconds for one request.
-        total_timeout: Seconds for all requests of one call together. null: no limit.
-        retries: How often a request is sent again after a failure of the endpoint.
         max_concurrency: Requests under way at a time.
-        startup_timeout: Seconds that the endpoint may take to come up when the run starts.
-        verify: As of `RemoteReward`.
-        max_wait: As of `RemoteReward`.
+        service: Other options of the requests, see `ServiceReward`; the token is the key of the
+            endpoint.
     """
 
-    ends_by_itself: ClassVar[bool] = True
-    none_is_missing: ClassVar[bool] = True
     _not_copied = ("_client", "_served")
 
     @classmethod
@@ -148,28 +138,11 @@ class JudgeReward(CopiesStartAfresh):
         cache: str | None = None,
         cache_version: str | None = None,
         prices: dict[str, float] | None = None,
-        token_env: str = DEFAULT_TOKEN_ENV,
-        token_file: str | None = None,
         timeout: float = 300.0,
-        total_timeout: float | None = 1800.0,
-        retries: int = 4,
         max_concurrency: int = 32,
-        startup_timeout: float = 60.0,
-        verify: bool | str = True,
-        max_wait: float | None = 0.0,
+        **service: Any,
     ) -> None:
-        self._settings = ServiceSettings(
-            urls=urls,
-            token_env=token_env,
-            token_file=token_file,
-            timeout=timeout,
-            total_timeout=total_timeout,
-            retries=retries,
-            max_concurrency=max_concurrency,
-            startup_timeout=startup_timeout,
-            max_wait=max_wait,
-            verify=verify,
-        )
+        super().__init__(urls, timeout=timeout, max_concurrency=max_concurrency, **service)
         check_positive(samples=samples, attempts=attempts)
         self._prompts = JudgePrompts(
             mode,
@@ -207,7 +180,7 @@ class JudgeReward(CopiesStartAfresh):
         self._start_afresh()
 
     def _start_afresh(self) -> None:
-        self._client = ServiceClient(self._settings)
+        super()._start_afresh()
         self._served = ""
 
     def prepare(self) -> None:

@@ -20,7 +20,6 @@ from lrlhf.bounded_templates import render_jinja_template
 from lrlhf.media import Video
 from lrlhf.rewards.function import (
     Completion,
-    CopiesStartAfresh,
     LogMetric,
     RewardError,
     check_positive,
@@ -29,19 +28,17 @@ from lrlhf.rewards.function import (
     completion_text,
 )
 from lrlhf.rewards.remote.service_client import (
-    DEFAULT_TOKEN_ENV,
     Calls,
     Exchange,
     Service,
-    ServiceClient,
     ServiceError,
-    ServiceSettings,
+    ServiceReward,
 )
 from lrlhf.rewards.reward_values import finite_number, shorten
 from lrlhf.types import Prompt
 
 
-class RemoteReward(CopiesStartAfresh):
+class RemoteReward(ServiceReward):
     """The scores of one or several reward services, see ``lrlhf serve-reward``.
 
     Responses are sent in batches, several at a time, each to the least busy service. A request
@@ -56,30 +53,13 @@ class RemoteReward(CopiesStartAfresh):
     Args:
         urls: Address of the service, or a list of addresses, such as ``http://127.0.0.1:8100``.
         protocol: ``lrlhf``, or ``lightrft`` for services with LightRFT's.
-        token_env: Environment variable that holds the token that the services require; without
-            it, none is sent.
-        token_file: File that holds the token, instead.
-        timeout: Seconds for one request.
-        total_timeout: Seconds for all requests of one call together; what was scored by then
-            counts. null: no limit.
-        retries: How often a batch is sent again after a failure. A busy service is left alone for
-            the time that it requests, at most 30 s.
         batch_size: Responses per request.
-        max_concurrency: Requests under way at a time, over all services.
         columns: Data columns that are sent along; a mapping has the names under which they are
             sent, such as ``{references: answer}`` for a service with LightRFT's protocol.
         chat_template: Jinja text that turns chats into the text that LightRFT's protocol needs.
-        startup_timeout: Seconds that a service may take to come up when the run starts.
-        max_wait: Seconds that an outage may last in mid-run: while no service can be reached or is
-            ready (HTTP 408, 425, 429, 502 to 504), requests are repeated, on top of
-            ``total_timeout``, and a warning is logged every minute. null: no limit. The deadline
-            of the phase ``reward`` (`Deadlines`), and the ``timeout`` of `Rewards`, if it is set,
-            end the wait too.
-        verify: Check the certificates of https addresses; a path: against the authorities in it.
+        service: Options of the requests, see `ServiceReward`.
     """
 
-    ends_by_itself: ClassVar[bool] = True
-    none_is_missing: ClassVar[bool] = True
     _not_copied = ("_client", "_ready")
 
     @classmethod
@@ -87,35 +67,16 @@ class RemoteReward(CopiesStartAfresh):
         columns: Mapping[str, str] | Sequence[str] = options.get("columns") or ()
         return columns.values() if isinstance(columns, Mapping) else columns
 
-    def __init__(  # noqa: PLR0913  the keys of a user's config
+    def __init__(
         self,
         urls: str | list[str],
         protocol: Literal["lrlhf", "lightrft"] = "lrlhf",
-        token_env: str = DEFAULT_TOKEN_ENV,
-        token_file: str | None = None,
-        timeout: float = 120.0,
-        total_timeout: float | None = 1800.0,
-        retries: int = 4,
         batch_size: int = 32,
-        max_concurrency: int = 8,
         columns: list[str] | dict[str, str] | None = None,
         chat_template: str | None = None,
-        startup_timeout: float = 60.0,
-        verify: bool | str = True,
-        max_wait: float | None = 0.0,
+        **service: Any,
     ) -> None:
-        self._settings = ServiceSettings(
-            urls=urls,
-            token_env=token_env,
-            token_file=token_file,
-            timeout=timeout,
-            total_timeout=total_timeout,
-            retries=retries,
-            max_concurrency=max_concurrency,
-            startup_timeout=startup_timeout,
-            max_wait=max_wait,
-            verify=verify,
-        )
+        super().__init__(urls, **service)
         if chat_template and protocol != "lightrft":
             raise ValueError("chat_template is for protocol: lightrft; others are sent the turns")
         check_positive(batch_size=batch_size)
@@ -134,7 +95,7 @@ class RemoteReward(CopiesStartAfresh):
         self._start_afresh()
 
     def _start_afresh(self) -> None:
-        self._client = ServiceClient(self._settings)
+        super()._start_afresh()
         self._ready = False
 
     def prepare(self) -> None:

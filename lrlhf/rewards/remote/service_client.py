@@ -32,12 +32,18 @@ from collections.abc import (
 )
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import httpx
 
 from lrlhf.background import EventLoop
-from lrlhf.rewards.function import LogMetric, PartialValues, RewardError, check_positive
+from lrlhf.rewards.function import (
+    CopiesStartAfresh,
+    LogMetric,
+    PartialValues,
+    RewardError,
+    check_positive,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +121,7 @@ class ServicesDownError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceSettings:
-    """Addresses of services, and limits and retries of the requests; see `RemoteReward`.
+    """Addresses of services, and limits and retries of the requests; see `ServiceReward`.
 
     Raises:
         ValueError: One is out of its range.
@@ -325,6 +331,63 @@ class ServiceClient:
         if failed == len(scores):
             raise ServicesDownError(failure)
         return PartialValues(scores, failure)
+
+
+class ServiceReward(CopiesStartAfresh):
+    """Base of the rewards that services compute; its options are those of the requests.
+
+    Args:
+        urls: Address of the service, or a list of addresses, such as ``http://127.0.0.1:8100``.
+        token_env: Environment variable that holds the token that the services require; without
+            it, none is sent.
+        token_file: File that holds the token, instead.
+        timeout: Seconds for one request.
+        total_timeout: Seconds for all requests of one call together; what was scored by then
+            counts. null: no limit.
+        retries: How often a request is sent again after a failure. A busy service is left alone
+            for the time that it requests, at most 30 s.
+        max_concurrency: Requests under way at a time, over all services.
+        startup_timeout: Seconds that a service may take to come up when the run starts.
+        max_wait: Seconds that an outage may last in mid-run: while no service can be reached or is
+            ready (HTTP 408, 425, 429, 502 to 504), requests are repeated, on top of
+            ``total_timeout``, and a warning is logged every minute. null: no limit. The deadline
+            of the phase ``reward`` (`Deadlines`), and the ``timeout`` of `Rewards`, if it is set,
+            end the wait too.
+        verify: Check the certificates of https addresses; a path: against the authorities in it.
+    """
+
+    ends_by_itself: ClassVar[bool] = True
+    none_is_missing: ClassVar[bool] = True
+
+    def __init__(  # noqa: PLR0913  the keys of a user's config
+        self,
+        urls: str | list[str],
+        *,
+        token_env: str = DEFAULT_TOKEN_ENV,
+        token_file: str | None = None,
+        timeout: float = 120.0,
+        total_timeout: float | None = 1800.0,
+        retries: int = 4,
+        max_concurrency: int = 8,
+        startup_timeout: float = 60.0,
+        max_wait: float | None = 0.0,
+        verify: bool | str = True,
+    ) -> None:
+        self._settings = ServiceSettings(
+            urls=urls,
+            token_env=token_env,
+            token_file=token_file,
+            timeout=timeout,
+            total_timeout=total_timeout,
+            retries=retries,
+            max_concurrency=max_concurrency,
+            startup_timeout=startup_timeout,
+            max_wait=max_wait,
+            verify=verify,
+        )
+
+    def _start_afresh(self) -> None:
+        self._client = ServiceClient(self._settings)
 
 
 class Calls:

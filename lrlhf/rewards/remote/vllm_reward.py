@@ -6,28 +6,19 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.models import load_config, load_tokenizer, placeholder_ids
-from lrlhf.rewards.function import (
-    Completion,
-    CopiesStartAfresh,
-    LogMetric,
-    PartialValues,
-    RewardError,
-    check_positive,
-)
+from lrlhf.rewards.function import Completion, LogMetric, PartialValues, RewardError, check_positive
 from lrlhf.rewards.learned import SpecialTokens, as_text, full_text, text_ids
 from lrlhf.rewards.remote.service_client import (
-    DEFAULT_TOKEN_ENV,
     Calls,
     Exchange,
     Service,
-    ServiceClient,
     ServiceError,
-    ServiceSettings,
+    ServiceReward,
     read_models,
     served_model,
 )
@@ -35,7 +26,7 @@ from lrlhf.rewards.reward_values import finite_number, shorten
 from lrlhf.types import Prompt
 
 
-class VLLMReward(CopiesStartAfresh):
+class VLLMReward(ServiceReward):
     """The score of a reward model that vLLM serves with its pooling runner.
 
     The server is started with ``vllm serve MODEL --runner pooling``, where the model is a sequence
@@ -58,21 +49,10 @@ class VLLMReward(CopiesStartAfresh):
         max_tokens: Longest prompt and response together, if the server has no lower limit.
         batch_size: Responses per request.
         trust_remote_code: Run Python code that comes with the tokenizer.
-        token_env: Environment variable that holds the key of the server.
-        token_file: File that holds it, instead.
-        timeout: Seconds for one request.
-        total_timeout: Seconds for all requests of one call together; what was scored by then
-            counts. null: no limit.
-        retries: How often a request is sent again after a failure.
-        max_concurrency: Requests under way at a time.
-        startup_timeout: Seconds that the server may take to come up when the run starts.
-        verify: As of `RemoteReward`.
-        max_wait: As of `RemoteReward`.
         special_tokens: As of `LearnedReward`.
+        service: Options of the requests, see `ServiceReward`; the token is the key of the server.
     """
 
-    ends_by_itself: ClassVar[bool] = True
-    none_is_missing: ClassVar[bool] = True
     _not_copied = ("_client", "_models", "_loaded_tokenizer")
 
     def __init__(  # noqa: PLR0913  the keys of a user's config
@@ -85,29 +65,10 @@ class VLLMReward(CopiesStartAfresh):
         max_tokens: int | None = None,
         batch_size: int = 32,
         trust_remote_code: bool = False,
-        token_env: str = DEFAULT_TOKEN_ENV,
-        token_file: str | None = None,
-        timeout: float = 120.0,
-        total_timeout: float | None = 1800.0,
-        retries: int = 4,
-        max_concurrency: int = 8,
-        startup_timeout: float = 60.0,
-        verify: bool | str = True,
-        max_wait: float | None = 0.0,
         special_tokens: SpecialTokens = "with_eos",
+        **service: Any,
     ) -> None:
-        self._settings = ServiceSettings(
-            urls=urls,
-            token_env=token_env,
-            token_file=token_file,
-            timeout=timeout,
-            total_timeout=total_timeout,
-            retries=retries,
-            max_concurrency=max_concurrency,
-            startup_timeout=startup_timeout,
-            max_wait=max_wait,
-            verify=verify,
-        )
+        super().__init__(urls, **service)
         check_positive(batch_size=batch_size, max_tokens=max_tokens)
         if label is not None and label < 0:
             raise ValueError(f"label is {label}; the model's outputs are numbered from 0")
@@ -119,7 +80,7 @@ class VLLMReward(CopiesStartAfresh):
         self._start_afresh()
 
     def _start_afresh(self) -> None:
-        self._client = ServiceClient(self._settings)
+        super()._start_afresh()
         self._models: dict[str, Mapping[str, Any]] = {}
         """What each server reports of the model, by its address."""
         self._loaded_tokenizer: PreTrainedTokenizerBase | None = None

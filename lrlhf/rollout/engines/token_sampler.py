@@ -99,7 +99,6 @@ class TokenSampler(LogitsProcessor):
         return (sizes * restricted).int(), ids.int()
 
     def _mask(self) -> SamplingMask | None:
-        """Return the mask of all rows and steps."""
         if not self._left:
             return None
         sizes, ids = zip(*self._left, strict=True)

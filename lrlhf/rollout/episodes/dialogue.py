@@ -348,7 +348,6 @@ class DialogueTokenizer:
         return ids
 
     def _continuation(self, text: str) -> list[int]:
-        """Tokenise a text that continues another."""
         if not text:
             return []
         anchor, both = self._encoded(_ANCHOR), self._encoded(_ANCHOR + text)

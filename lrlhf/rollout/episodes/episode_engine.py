@@ -274,7 +274,6 @@ class EpisodeEngine(EngineWrapper):
         return self._contexts.extend(state, reaction, self.engine.context_length)
 
     def _add_outcomes(self, states: Sequence[EpisodeState]) -> None:
-        """Add the rewards of complete episodes."""
         outcomes = {
             self._loop.submit(state.session.outcome()): state
             for state in states

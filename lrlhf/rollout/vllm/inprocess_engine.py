@@ -277,7 +277,6 @@ class VLLMEngine(VLLMBase):
         return answers[first : first + len(requests)]
 
     def _parameters(self, requests: Sequence[Request], sampling: Sampling) -> list[Any]:
-        """Return vLLM's parameters of each response."""
         vllm = import_vllm()
         shared = sampling_arguments(sampling, self._weights.model, self._tokenizer)
         if sampling.structured is not None:

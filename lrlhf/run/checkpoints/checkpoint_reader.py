@@ -168,7 +168,9 @@ def _folder_flaw(folder: Path, index: int, count: int) -> str:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its {CHECKSUMS_FILE} cannot be read: {error}"
     own = {name: about for name, about in files.items() if _rank_of_file(name) % count == index}
-    keep = count > 1 and _fits_in_memory(sum(size for size, _ in own.values()) * count)
+    # half of what is free is left alone
+    size = sum(size for size, _ in own.values())
+    keep = count > 1 and size * count <= psutil.virtual_memory().available / 2
     return _flaw_of_files(folder, own, keep=keep)
 
 
@@ -197,11 +199,6 @@ def _rank_of_file(name: str) -> int:
     """Return the rank that wrote a file of a folder; rank zero has what is not split."""
     named = re.match(r"__(\d+)_", name)
     return int(named[1]) if named else 0
-
-
-def _fits_in_memory(size: int) -> bool:
-    """Tell whether main memory has room for so many bytes, half of what is free left alone."""
-    return bool(size <= psutil.virtual_memory().available / 2)
 
 
 def _measure(path: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def session(
     name: str, *, timeout: float = 20.0, media: MediaOptions | None = None, **options: Any
 ) -> Session:
     """A session with an adapter, found as a config finds it."""
-    path = f"lrlhf.environments.adapters.{name}"
+    path = name if "." in name else f"lrlhf.environments.adapters.{name}"
     cast = resolve(Episodes(environment=path, options=options))
     return Session(cast.make, [], read_call, timeout=timeout, reset_timeout=60, media=media)
 

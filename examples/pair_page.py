@@ -1,4 +1,9 @@
-"""Pairs of images as a reward model judged them, on one page for people."""
+"""Pairs of images as a reward model judged them, on one page for people: a callback of one's own.
+
+    lrlhf fit --config lrlhf:reward_vl --data.train pairs.jsonl
+
+It reads what a reward model's validation returns, and a config names it by its class path.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Games of TextArena for one player."""
+"""Games of TextArena for one player: an environment that wraps another package's.
+
+    episodes:
+      environment: lrlhf.examples.textarena_environment.TextArenaEnvironment
+      options: {id: GuessTheNumber-v0-raw}
+
+It needs TextArena: pip install "textarena>=0.7.4,<0.8".
+"""
 
 from __future__ import annotations
 

@@ -2,8 +2,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from sentiment_ratings import RatedPairs, RatedText
 
-from lrlhf.datamodules import BadDataError, BadRow, RatedPairs, RatedText
+from lrlhf.datamodules import BadDataError, BadRow
 
 TEXTS = [RatedText(number / 10, f"text {number}") for number in range(100)]
 

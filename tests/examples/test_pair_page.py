@@ -6,12 +6,11 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from pair_page import PairPage, _lines
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from lrlhf.callbacks import PairPage
 from lrlhf.callbacks.reports.curves import picture
-from lrlhf.callbacks.reports.pair_page import _lines
 from lrlhf.media import Audio
 from lrlhf.types import Media, PreferenceBatch, SequenceBatch
 from tests.callbacks.fakes import trainer
@@ -77,3 +76,8 @@ def test_scores_are_green_where_people_agree_and_red_where_not() -> None:
     assert undecided == wrong
     for (text, _), best in zip(lines, ("left", "right", "equal", "not labelled"), strict=False):
         assert text.partition(": ")[2] == f"{best}   2.00 | 1.00"
+
+
+def test_a_page_without_pairs_is_refused() -> None:
+    with pytest.raises(ValueError, match="PairPage pairs is 0; it must be at least 1"):
+        PairPage(pairs=0)

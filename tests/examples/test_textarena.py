@@ -11,12 +11,14 @@ from tests.environments.adapters.sessions import opened, told
 
 textarena = pytest.importorskip("textarena")
 
+GAME = "textarena_environment.TextArenaEnvironment"
+
 
 def guesses(seed: int) -> list[str]:
     """What the game says to 5, to no number, and to each number until it is found."""
 
     async def played() -> list[str]:
-        async with opened("TextArenaEnvironment", {"seed": seed}, id="GuessTheNumber-v0-raw") as (
+        async with opened(GAME, {"seed": seed}, id="GuessTheNumber-v0-raw") as (
             game,
             shown,
             say,
@@ -47,9 +49,7 @@ def test_games_draw_apart() -> None:
     async def boards(*seeds: int) -> list[str]:
         async with contextlib.AsyncExitStack() as stack:
             games = [
-                await stack.enter_async_context(
-                    opened("TextArenaEnvironment", {"seed": seed}, id="2048-v0-raw")
-                )
+                await stack.enter_async_context(opened(GAME, {"seed": seed}, id="2048-v0-raw"))
                 for seed in seeds
             ]
             for _, _, say in games:
@@ -81,7 +81,7 @@ def test_games_draw_apart() -> None:
 )
 def test_games_that_cannot_be_played(game: str, problem: str) -> None:
     async def played() -> None:
-        async with opened("TextArenaEnvironment", id=game):
+        async with opened(GAME, id=game):
             pass
 
     with pytest.raises(EnvironmentFailure, match=problem):
