@@ -1,17 +1,25 @@
-"""TRL's RLOOTrainer and RewardTrainer beside lrlhf's RLOO and RewardModel, on the same work.
+"""TRL's trainers for RLOO, reward models, DPO and SFT beside lrlhf's modules, on the same work.
 
     pip install trl
     python benchmarks/compare_trl.py rloo --data gsm8k.jsonl.gz --engine stored --out rloo.json
     python benchmarks/compare_trl.py reward --data pairs.jsonl.gz --out reward.json
+    python benchmarks/compare_trl.py dpo --data pairs.jsonl.gz
+    python benchmarks/compare_trl.py sft --data gsm8k.jsonl.gz
     python benchmarks/compare_trl.py rloo --data gsm8k.jsonl.gz --model tiny \
         --sweep generations 2 4 8 16 --plot generations.png
 
 Both load one folder, see the same token ids in the same order, take equally many optimizer steps
 (one per step of the table) with the same fused AdamW, KL coefficient, clipping and precision, and
-log as little as their losses take. Each run is a process of its own; the systems take turns, so
-that a busy machine slows both alike, and the table has medians over the repeats. Runs where TRL is
-installed beside lrlhf, on Linux. A data file has one object a line: ``question`` for `rloo`,
-``chosen`` and ``rejected`` (and perhaps a ``prompt`` that both continue) for `reward`.
+log as little as their losses take. No default of either is left in what they compute. If a loss, a
+gradient norm or the weights part nevertheless, the work was not the same: the report names where,
+prints no ratio, and the exit status is 1. Each run is a process of its own; the systems take turns,
+so that a busy machine slows both alike, and the table has medians over the repeats. Runs where TRL
+is installed beside lrlhf, on Linux. A data file has one object a line: ``question`` for `rloo`,
+and ``answer`` for `sft`; ``chosen`` and ``rejected`` (and perhaps a ``prompt`` that both continue)
+for `reward` and `dpo`.
+
+Activations are kept by both unless ``--trl-checkpointing`` or ``--lrlhf-checkpointing`` is given;
+TRL recomputes them by default, lrlhf does not.
 
 Engines of `rloo`:
 
@@ -40,12 +48,31 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import trl_reward
 import trl_rloo
+import trl_texts
 from trl_measure import Run, weight_gap
-from trl_report import SYSTEMS, TITLES, Comparison, plot, sweep_table, tables
+from trl_report import (
+    SYSTEMS,
+    TITLES,
+    TOLERANCES,
+    Comparison,
+    agreement_table,
+    plot,
+    sweep_table,
+    tables,
+)
 
-PARTS: dict[str, ModuleType] = {"rloo": trl_rloo, "reward": trl_reward}
+PARTS: dict[str, ModuleType] = {
+    "rloo": trl_rloo,
+    "reward": trl_texts,
+    "dpo": trl_texts,
+    "sft": trl_texts,
+}
+_TEXT_SWEEPS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "batch-size": ("batch_size", int),
+    "max-length": ("max_length", int),
+    "model": ("model", str),
+}
 SWEEPS: dict[str, dict[str, tuple[str, Callable[[str], Any]]]] = {
     "rloo": {
         "generations": ("generations", int),
@@ -54,11 +81,9 @@ SWEEPS: dict[str, dict[str, tuple[str, Callable[[str], Any]]]] = {
         "response-length": ("new_tokens", int),
         "model": ("model", str),
     },
-    "reward": {
-        "batch-size": ("batch_size", int),
-        "max-length": ("max_length", int),
-        "model": ("model", str),
-    },
+    "reward": _TEXT_SWEEPS,
+    "dpo": _TEXT_SWEEPS,
+    "sft": _TEXT_SWEEPS,
 }
 """What can be swept: the option that it sets, and its type."""
 
@@ -73,7 +98,8 @@ def main() -> None:
         comparisons = _compare_all(options)
     except ValueError as error:
         sys.exit(f"error: {error}")
-    _report(options, comparisons)
+    if not _report(options, comparisons):
+        sys.exit(1)
 
 
 # ------------------------------------------------------------------ arguments
@@ -96,6 +122,9 @@ def _arguments() -> argparse.Namespace:
         action="store_true",
         help="recompute activations in TRL, as it does by default",
     )
+    shared.add_argument(
+        "--lrlhf-checkpointing", action="store_true", help="recompute activations in lrlhf"
+    )
     shared.add_argument("--seed", type=int, default=0)
     shared.add_argument("--threads", type=int, default=os.cpu_count())
     shared.add_argument("--sweep", nargs="+", metavar=("NAME", "VALUE"), help="see SWEEPS")
@@ -104,7 +133,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     _add_rloo(commands.add_parser("rloo", parents=[shared]))
-    _add_reward(commands.add_parser("reward", parents=[shared]))
+    for name in ("reward", "dpo", "sft"):
+        _add_texts(name, commands.add_parser(name, parents=[shared]))
     options = parser.parse_args()
     _check(parser, options)
     return options
@@ -128,12 +158,17 @@ def _add_rloo(rloo: argparse.ArgumentParser) -> None:
     rloo.add_argument("--steps", type=int, default=3, help="that are counted")
 
 
-def _add_reward(reward: argparse.ArgumentParser) -> None:
-    reward.add_argument("--batch-size", type=int, default=8, help="pairs of one step")
-    reward.add_argument("--max-length", type=int, default=512, help="longer pairs are left out")
-    reward.add_argument("--held-out", type=int, default=0, help="pairs to measure accuracy on")
-    reward.add_argument("--lr", type=float, default=1e-5)
-    reward.add_argument("--steps", type=int, default=10, help="that are counted")
+def _add_texts(name: str, texts: argparse.ArgumentParser) -> None:
+    texts.add_argument("--batch-size", type=int, default=8, help="rows or pairs of one step")
+    texts.add_argument("--max-length", type=int, default=512, help="longer ones are left out")
+    texts.add_argument("--steps", type=int, default=10, help="that are counted")
+    texts.add_argument("--lr", type=float, default=1e-5)
+    if name == "reward":
+        texts.add_argument("--held-out", type=int, default=0, help="pairs to measure accuracy on")
+    else:
+        texts.set_defaults(held_out=0)
+    if name == "dpo":
+        texts.add_argument("--beta", type=float, default=0.1)
 
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -185,6 +220,7 @@ def _compare(options: argparse.Namespace) -> Comparison:
                 _say(f"  {TITLES[system]}: {', '.join(f'{s:.3f}' for s in run.seconds)} s")
         rloo = options.command == "rloo"
         given = rloo and options.engine == "stored"
+        # of the last round; what is logged is compared in all
         ends = [folder / f"{name}.pt" for name in ("initial", *SYSTEMS)]
         apart = weight_gap(*ends) if given or not rloo else None
     rows = options.prompts * options.generations if rloo else options.batch_size
@@ -235,21 +271,30 @@ def _child(job: Path) -> None:
 # ------------------------------------------------------------------ the report
 
 
-def _report(options: argparse.Namespace, comparisons: dict[str, Comparison]) -> None:
+def _report(options: argparse.Namespace, comparisons: dict[str, Comparison]) -> bool:
+    """Print what was measured, and return whether all of it was of the same work."""
     rloo = options.command == "rloo"
     phases = PARTS[options.command].PHASES
-    unit = "responses" if rloo else "pairs"
+    unit = {"rloo": "responses", "sft": "rows"}.get(options.command, "pairs")
     _say("")
+    equal: dict[str, Comparison] = {}
     for value, comparison in comparisons.items():
         if options.sweep:
             _say(f"### {options.sweep[0]} {value}\n")
-        _say(tables(comparison, phases, unit))
-    if options.sweep:
+        if differences := comparison.differences(TOLERANCES[options.dtype]):
+            _say("The two did not do the same work, so that no ratio is shown:\n")
+            _say("".join(f"- {line}\n" for line in differences))
+            _say(agreement_table(comparison))
+        else:
+            _say(tables(comparison, phases, unit))
+            equal[value] = comparison
+    if options.sweep and equal:
         name = options.sweep[0]
-        _say(sweep_table(name, comparisons, has_phases=rloo))
+        _say(sweep_table(name, equal, has_phases=rloo))
         if options.plot is not None:
-            plot(name, comparisons, options.plot, has_phases=rloo, note=_describe(options))
+            plot(name, equal, options.plot, has_phases=rloo, note=_describe(options))
     _say(_describe(options))
+    return len(equal) == len(comparisons)
 
 
 def _describe(options: argparse.Namespace) -> str:
@@ -265,12 +310,18 @@ def _describe(options: argparse.Namespace) -> str:
             f"{options.new_tokens} tokens, engine {options.engine}, beta {options.beta}"
         )
     else:
-        sizes = f"{options.batch_size} pairs of at most {options.max_length} tokens"
+        unit = "rows" if options.command == "sft" else "pairs"
+        sizes = f"{options.batch_size} {unit} of at most {options.max_length} tokens"
     return (
         f"{options.command}, {options.model}, {options.dtype}: {sizes}; {options.threads} threads, "
-        f"{options.repeats} repeats x {options.steps} steps; TRL {_versions()['trl']}"
-        f"{' with activations recomputed' if options.trl_checkpointing else ''}"
+        f"{options.repeats} repeats x {options.steps} steps; TRL {_versions()['trl']}; activations "
+        f"recomputed by {_recomputing(options)}; {_processor()}"
     )
+
+
+def _recomputing(options: argparse.Namespace) -> str:
+    names = [TITLES[system] for system in SYSTEMS if getattr(options, f"{system}_checkpointing")]
+    return " and ".join(names) or "neither"
 
 
 def _write(options: argparse.Namespace, comparisons: dict[str, Comparison]) -> None:

@@ -6,11 +6,9 @@
 Each size is a Qwen2 of random weights that RLOO trains for a few iterations with ``lrlhf fit``:
 every response has exactly ``--new-tokens`` tokens, drawn by vLLM where it is installed. Figures are
 medians over the iterations but the first two, in which memory is measured and kernels are compiled.
-MFU counts the products of the update: six floating-point operations per weight and token, four
-where only adapters learn (Chowdhery et al. 2022, appendix B, https://arxiv.org/abs/2204.02311; the
-attention's are left out). Beside the measured peak stands what ``lrlhf plan`` says. With ``--trl``,
-and TRL installed, `compare_trl.py` runs too, on equal work. ``--sizes tiny --accelerator cpu``
-shows that the script works.
+MFU is the run's own metric ``perf/mfu``. Beside the measured peak stands what ``lrlhf plan`` says.
+With ``--trl``, and TRL installed, `compare_trl.py` runs too, on equal work. ``--sizes tiny
+--accelerator cpu`` shows that the script works.
 """
 
 from __future__ import annotations
@@ -65,9 +63,6 @@ SIZES = {
     "7b": Size(3584, 28, 28, 4, 18_944, 152_064, tied=False, lora=True),
 }
 
-PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "A10": 125, "4090": 165}
-"""Dense bfloat16 products, from the makers' data sheets."""
-
 
 def main() -> None:
     """Measure every size and write the table."""
@@ -100,7 +95,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=512)
     parser.add_argument("--iterations", type=int, default=6)
     parser.add_argument("--engine", choices=["vllm", "transformers"])
-    parser.add_argument("--peak-tflops", type=float, help="of one GPU; default: by its name")
     parser.add_argument("--trl", action="store_true", help="run compare_trl.py too")
     parser.add_argument("--tests", type=Path, help="folder of pytest's JUnit files to sum up")
     parser.add_argument("--out", type=Path, help="Markdown file")
@@ -257,29 +251,13 @@ def _measure(name: str, weights: int, folder: Path, options: argparse.Namespace)
         return row
     with (folder / "run" / "timings.csv").open() as file:
         logged = [row for row in csv.DictReader(file) if row.get("perf/update_s")][WARM_UP:]
-    seconds = {
-        phase: statistics.median(float(row[f"perf/{phase}_s"]) for row in logged)
-        for phase in ("generate", "update")
-    }
-    responses = options.prompts * options.generations * options.devices
-    shared = options.prompts * options.devices * options.prompt_tokens
-    tokens = shared + responses * options.new_tokens
-    per_token = 4 if size.lora else 6
-    speed = per_token * weights * tokens / seconds["update"] / options.devices
-    peak_flops = options.peak_tflops or _peak_tflops()
     peak = json.loads((folder / "peak.json").read_text())["peak_bytes"]
-    row.generate = responses * options.new_tokens / seconds["generate"]
-    row.update = tokens / seconds["update"]
-    row.mfu = None if peak_flops is None else speed / (peak_flops * 1e12)
+    row.generate, row.update, row.mfu = (
+        statistics.median(float(row[name]) for row in logged) if logged[0].get(name) else None
+        for name in ("perf/generate_tokens_per_s", "perf/update_tokens_per_s", "perf/mfu")
+    )
     row.peak = None if peak is None else peak / 2**30
     return row
-
-
-def _peak_tflops() -> float | None:
-    if not torch.cuda.is_available():
-        return None
-    name = torch.cuda.get_device_name(0)
-    return next((float(peak) for part, peak in PEAK_TFLOPS.items() if part in name), None)
 
 
 def _planned(plan: str) -> str:

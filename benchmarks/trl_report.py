@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import math
 import statistics
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trl_measure import Run
 
-from lrlhf.modules.metrics.reward_metrics import wilson_interval
+from lrlhf.statistics.intervals import wilson_interval
 
 SYSTEMS = ("lrlhf", "trl")
 TITLES = {"lrlhf": "lrlhf", "trl": "TRL"}
@@ -28,6 +29,25 @@ MEMORY = {
     "gpu_peak": "peak GPU memory of training",
     "gpu_training": "peak GPU memory above the loaded policy",
 }
+
+
+class Tolerance(NamedTuple):
+    """How far two systems that do the same work may be apart."""
+
+    logged: float
+    """Of what is logged in each step, relative."""
+    near_zero: float
+    """Of the same, absolute."""
+    weights: float
+    """See `trl_measure.weight_gap`."""
+
+
+TOLERANCES = {
+    "float32": Tolerance(logged=2e-4, near_zero=2e-6, weights=0.02),
+    "bfloat16": Tolerance(logged=0.05, near_zero=0.01, weights=0.5),
+}
+"""Rounding alone: other orders of the same sums, and AdamW's first steps, in which a weight whose
+gradient is nearly 0 goes one way or the other."""
 
 
 @dataclass
@@ -45,6 +65,38 @@ class Comparison:
     weights_apart: float | None
     rows: int
     given: bool = False
+
+    def differences(self, tolerance: Tolerance) -> list[str]:
+        """Describe where the two did not do the same work: nothing, if ratios mean something.
+
+        Losses near 0, as of a policy gradient at its first step, are measured by the rounding of
+        what they are sums of, which is about 1.
+        """
+        if self.weights_apart is None:  # responses were drawn
+            return []
+        found = []
+        for repeat, pair in enumerate(zip(*(self.runs[name] for name in SYSTEMS), strict=True)):
+            ours, theirs = (run.steps for run in pair)
+            if len(ours) != len(theirs):
+                found.append(f"round {repeat + 1}: {len(ours)} steps beside {len(theirs)}")
+            for step, logged in enumerate(zip(ours, theirs, strict=False), start=1):
+                found += [
+                    f"round {repeat + 1}, step {step}: {name} {logged[0][name]:.6g} beside "
+                    f"{logged[1][name]:.6g}"
+                    for name in logged[0]
+                    if not math.isclose(
+                        logged[0][name],
+                        logged[1][name],
+                        rel_tol=tolerance.logged,
+                        abs_tol=tolerance.near_zero,
+                    )
+                ]
+        if not self.weights_apart <= tolerance.weights:
+            found.append(
+                f"weights are apart by {self.weights_apart:.2g} of the way that they moved, more "
+                f"than {tolerance.weights:g}"
+            )
+        return found
 
     def whole(self, run: Run) -> list[float]:
         """Return the seconds of every step."""
@@ -155,7 +207,7 @@ def accuracy_table(comparison: Comparison) -> str:
         run = comparison.runs[system][0]
         if run.accuracy is None:
             return ""
-        low, high = wilson_interval(run.accuracy, run.pairs)
+        low, high = wilson_interval(run.accuracy * run.pairs, run.pairs)
         lines.append(f"| {TITLES[system]} | {run.accuracy:.4f} | {low:.4f} to {high:.4f} |")
     return "\n".join(lines) + "\n"
 

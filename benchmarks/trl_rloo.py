@@ -14,7 +14,7 @@ import torch
 from exclusive_clock import ExclusiveClock
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from trl_measure import Laps, Memory, Run, import_trl, save_weights
 from trl_prompts import build_engine, prepare, prompt_batch, stored_responses
 
@@ -88,7 +88,7 @@ def run_lrlhf(options: argparse.Namespace, folder: Path) -> Run:
     run = Run("lrlhf")
     prompts = json.loads((folder / "prompts.json").read_text(encoding="utf-8"))
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    policy = CausalLM(source=str(folder / "model")).load()
+    policy = lrlhf_policy(options, folder)
     save_initial(policy, folder)
     memory = Memory(policy)
     engine = build_engine(options, prompts)
@@ -105,7 +105,7 @@ def run_lrlhf(options: argparse.Namespace, folder: Path) -> Run:
             micro_batch_tokens=options.micro_batch_tokens or options.micro_batch * longest,
             max_grad_norm=options.clip,
         ),
-        optimizer=OptimizerConfig(lr=options.lr, fused=True),
+        optimizer=optimizer_config(options),
         seed=options.seed,
     )
     batches: Any = [
@@ -123,17 +123,34 @@ def run_lrlhf(options: argparse.Namespace, folder: Path) -> Run:
     return run
 
 
+def optimizer_config(options: argparse.Namespace) -> OptimizerConfig:
+    """Return what TRL's optimizer is in `shared_trl_options`; no default of lrlhf is left in it."""
+    return OptimizerConfig(
+        lr=options.lr,
+        betas=(0.9, 0.999),
+        weight_decay=0.0,
+        eps=1e-8,
+        schedule="constant",
+        warmup_steps=0,
+        fused=True,
+    )
+
+
+def lrlhf_policy(options: argparse.Namespace, folder: Path) -> PreTrainedModel:
+    """Load the policy; by default it keeps its activations."""
+    spec = CausalLM(
+        source=str(folder / "model"), gradient_checkpointing=options.lrlhf_checkpointing
+    )
+    return spec.load()
+
+
 def lightning_trainer(
-    options: argparse.Namespace,
-    folder: Path,
-    callbacks: list[L.Callback],
-    gradient_clip_val: float | None = None,
+    options: argparse.Namespace, folder: Path, callbacks: list[L.Callback]
 ) -> L.Trainer:
     """Build a trainer that does nothing but train."""
     return L.Trainer(
         max_steps=options.warm_up + options.steps,
         precision="bf16-mixed" if options.dtype == "bfloat16" else "32-true",
-        gradient_clip_val=gradient_clip_val,
         log_every_n_steps=1,
         logger=False,
         enable_checkpointing=False,
@@ -211,8 +228,14 @@ def run_trl(options: argparse.Namespace, folder: Path) -> Run:
 
 
 def shared_trl_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the training arguments of both of TRL's trainers; the optimizer is its default."""
+    """Return the training arguments of all of TRL's trainers."""
     return {
+        "optim": "adamw_torch_fused",
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.999,
+        "adam_epsilon": 1e-8,
+        "weight_decay": 0.0,
+        "warmup_steps": 0,
         "max_steps": options.warm_up + options.steps,
         "learning_rate": options.lr,
         "lr_scheduler_type": "constant",

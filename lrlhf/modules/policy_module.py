@@ -533,7 +533,9 @@ def mix_reference(
 
 def log_iteration(module: TrainingModule, experience: Experience, it: Iteration) -> None:
     """Log the metrics of an iteration, all ranks together."""
-    it.measure_costs(float(experience.attention_mask.sum()))
+    it.measure_costs(
+        float(experience.attention_mask.sum()), generated=float(experience.response_mask.sum())
+    )
     for name, count in module.step_guard.metrics().items():
         it.metrics.add(name, count, 1.0)
     reduced = it.metrics.reduce(it.ranks, it.device)

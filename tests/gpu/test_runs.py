@@ -15,6 +15,7 @@ from lrlhf import Trainer
 from lrlhf.callbacks import RLCheckpoint
 from lrlhf.datamodules import PromptDataModule
 from lrlhf.models import TokenBudget
+from lrlhf.models.flops import peak_flops
 from lrlhf.models.token_budget import begin_anew, peak_memory
 from lrlhf.modules import (
     PPO,
@@ -69,7 +70,11 @@ def both(train: Callable[..., Run], make: Callable[[], Any], accelerator: str, *
     ]
 
 
-@pytest.mark.gpu_lines("lrlhf.modules.optimizers._can_fuse", "lrlhf.datamodules.core.RowDataModule")
+@pytest.mark.gpu_lines(
+    "lrlhf.modules.optimizers._can_fuse",
+    "lrlhf.datamodules.core.RowDataModule",
+    "lrlhf.models.flops.peak_flops",
+)
 @pytest.mark.parametrize("kind", ["rloo", "ppo"])
 def test_two_iterations_equal_those_on_a_cpu(kind, build, ppo, train, accelerator) -> None:  # noqa: F811
     def make() -> RLOO | PPO:
@@ -81,6 +86,8 @@ def test_two_iterations_equal_those_on_a_cpu(kind, build, ppo, train, accelerato
     for one, other in zip(here.watcher.experiences, there.watcher.experiences, strict=True):
         assert torch.equal(one.input_ids.cpu(), other.input_ids.cpu()), "the same responses"
     assert_same(here.after, {name: w.cpu() for name, w in there.after.items()}, **CLOSE)
+    if peak_flops(torch.device(accelerator)) is not None:
+        assert 0 < there.logged["perf/mfu"] < 1
 
 
 @pytest.mark.gpu_lines("lrlhf.models.token_budget")

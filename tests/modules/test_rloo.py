@@ -12,13 +12,13 @@ import lightning as L
 import peft
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lrlhf.datamodules import PromptDataModule
 from lrlhf.functional import ALGORITHMS
 from lrlhf.models import CausalLM, LoRA, sequence_logprobs
 from lrlhf.modules import Guard, Reference, Update
-from lrlhf.modules.policy import score
+from lrlhf.modules.policy import iteration, score
 from lrlhf.rewards import IsolatedReward, Rewards
 from lrlhf.rollout import (
     Collector,
@@ -38,7 +38,8 @@ train/loss rollout/score rollout/score_std rollout/response_length rollout/trunc
 rollout/zero_variance_groups rewards/letters/mean rewards/letters/std policy/loss policy/approx_kl
 policy/clip_fraction policy/ratio_max policy/grad_norm kl/reference kl/sequence kl/coef
 mismatch/mean mismatch/max mismatch/kl perf/generate_s perf/reward_s perf/logprob_s perf/update_s
-perf/tokens_per_s perf/memory_gib perf/padding_fraction eval/score
+perf/tokens_per_s perf/generate_tokens_per_s perf/update_tokens_per_s perf/memory_gib
+perf/padding_fraction eval/score
 """
 
 
@@ -53,6 +54,31 @@ def test_a_notebook_builds_and_trains_two_iterations_without_yaml(build, train) 
     assert len(run.records) == 16
     assert run.records[0]["score"] == pytest.approx(letters([run.records[0]["completion"]])[0])
     assert run.records[0]["columns"]["answer"] in "abcdefghijklmnop"
+
+
+def test_the_utilisation_of_a_gpu_counts_what_the_update_computes(
+    build, train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = []
+
+    def training_flops(model: nn.Module, tokens: float, pairs: float) -> float:
+        del model
+        passes.append((tokens, pairs))
+        return 6e9
+
+    monkeypatch.setattr(iteration, "peak_flops", lambda device: 2e12)
+    monkeypatch.setattr(iteration, "training_flops", training_flops)
+    run = train(build(update=Update(num_iterations=2)))
+    seconds = run.logged["perf/update_s"]
+    # two epochs, each of which is one step
+    assert len(passes) == 2
+    assert run.logged["perf/mfu"] == pytest.approx(2 * 6e9 / 2e12 / seconds)
+    tokens = passes[0][0] + passes[1][0]
+    assert run.logged["perf/update_tokens_per_s"] == pytest.approx(tokens / seconds)
+    # each of the 4 prompts once for its 4 responses, without padding
+    lengths = sum(record["length"] for record in run.records)
+    prompts = sum(len(record["prompt"]) for record in run.records[::4])
+    assert passes[0][0] == prompts + lengths
 
 
 def test_lengths_and_clipping_are_logged_in_detail(build, train) -> None:

@@ -14,15 +14,12 @@ from typing import Any, NamedTuple
 from rich import box
 from rich.table import Table
 from rich.text import Text
-from torch import nn
-from transformers import PreTrainedModel
 
 from lrlhf.apps.plan.memory import kl_penalty, reference_spec, reward_models, teacher_spec
-from lrlhf.apps.plan.strategy_shares import weights_of
 from lrlhf.cli.config_entries import is_a, options_of, spec_of
 from lrlhf.models import CausalLM, ValueModel, ValueNetwork, new_value_head, packs, plain_model
+from lrlhf.models.flops import PEAK_FLOPS, ModelSize, size_of
 from lrlhf.models.loading.meta import skeleton
-from lrlhf.models.scorers import blocks_of
 from lrlhf.modules.policy.iteration import BatchPlan, plain_text
 from lrlhf.rollout import TransformersEngine
 from lrlhf.rollout.vllm import VLLMServerEngine
@@ -38,15 +35,14 @@ class GPU(NamedTuple):
 
 
 GPUS = {
-    "a100": GPU(312e12, 80e9, 2.039e12, 25e9),
-    "h100": GPU(989e12, 80e9, 3.35e12, 50e9),
-    "h200": GPU(989e12, 141e9, 4.8e12, 50e9),
-    "b200": GPU(2250e12, 180e9, 7.7e12, 50e9),
-    "l40s": GPU(362e12, 48e9, 0.864e12, 25e9),
+    "a100": GPU(PEAK_FLOPS["a100"], 80e9, 2.039e12, 25e9),
+    "h100": GPU(PEAK_FLOPS["h100"], 80e9, 3.35e12, 50e9),
+    "h200": GPU(PEAK_FLOPS["h200"], 141e9, 4.8e12, 50e9),
+    "b200": GPU(PEAK_FLOPS["b200"], 180e9, 7.7e12, 50e9),
+    "l40s": GPU(PEAK_FLOPS["l40s"], 48e9, 0.864e12, 25e9),
 }
-"""A100 80GB SXM, H100 SXM, H200 SXM, B200 SXM with 180 GB, L40S. FLOP/s are half of those with
-sparsity. Each GPU has a network card: ConnectX-7 of 400 Gbit/s as in DGX H100, ConnectX-6 of 200
-Gbit/s as in DGX A100.
+"""A100 80GB SXM, H100 SXM, H200 SXM, B200 SXM with 180 GB, L40S. Each GPU has a network card:
+ConnectX-7 of 400 Gbit/s as in DGX H100, ConnectX-6 of 200 Gbit/s as in DGX A100.
 
 Reference:
     NVIDIA's figures as listed by https://glennklockwood.com/garden/processors/A100, …/h100 and
@@ -77,20 +73,6 @@ generation, {_MEMORY:.0%} of the memory bandwidth, {_LINK:.0%} of a link. Left o
 of fsdp2 and DeepSpeed, rewards that no model gives, tools, media, checkpoints."""
 
 
-class ModelSize(NamedTuple):
-    """Numbers of weights, and of a token's queries and keys in all layers.
-
-    A token is ``multiplied`` by all weights but embeddings; activations may be recomputed.
-    """
-
-    number: int
-    trained: int
-    multiplied: int
-    query_width: int
-    key_width: int
-    recomputes: bool = False
-
-
 class Texts(NamedTuple):
     """Prompts of all processes, responses to each, and tokens of a prompt and of responses."""
 
@@ -101,17 +83,13 @@ class Texts(NamedTuple):
     longest: int
 
     def forward_flops(self, model: ModelSize, *, shares_prompts: bool) -> float:
-        """Return the FLOP of a pass over all texts, prompts once for their responses or each time.
-
-        Two for each weight and token; attention is causal, and multiplies each token with those
-        before it twice, for scores and for values.
-        """
+        """Return the FLOP of a pass over all texts, prompts once if responses share them."""
         responses = self.prompts * self.copies
         prompts = self.prompts if shares_prompts else responses
         tokens = prompts * self.prompt + responses * self.response
         length = self.prompt + self.response
         pairs = prompts * self.prompt**2 + responses * (length**2 - self.prompt**2)
-        return 2.0 * (model.multiplied * tokens + model.query_width * pairs)
+        return model.forward_flops(tokens, pairs)
 
 
 class Engine(NamedTuple):
@@ -172,28 +150,6 @@ def generation(model: ModelSize, texts: Texts, engine: Engine, gpu: GPU) -> list
         PhaseTime("generate: prompts", prompts * busy, 0.0, prompts / peak, "FLOP/s"),
         PhaseTime("generate: responses", flops * busy, moved * busy, seconds, limit),
     ]
-
-
-def size_of(model: nn.Module, plain: PreTrainedModel) -> ModelSize:
-    """Read the sizes of a model whose config is that of ``plain``; mixtures of experts are none."""
-    options = plain.config.get_text_config().to_dict()
-    if any("expert" in name and value for name, value in options.items()):
-        raise ValueError("how long mixtures of experts take is not known")
-    if not (heads := options.get("num_attention_heads")) or "hidden_size" not in options:
-        raise ValueError(f"the config of {type(plain).__name__} does not name its attention heads")
-    size = options.get("head_dim") or options["hidden_size"] // heads
-    weights, head = weights_of(model, plain), plain.get_output_embeddings()  # type: ignore[no-untyped-call]
-    embeddings: Any = plain.get_input_embeddings()
-    tied = head is not None and head.weight is embeddings.weight
-    return ModelSize(
-        number=weights.total.number,
-        trained=weights.trained.number,
-        # a token of the embeddings is looked up; as an output head they are multiplied
-        multiplied=weights.total.number - (0 if tied else embeddings.weight.numel()),
-        query_width=len(blocks_of(plain)) * heads * size,
-        key_width=len(blocks_of(plain)) * (options.get("num_key_value_heads") or heads) * size,
-        recomputes=plain.is_gradient_checkpointing,
-    )
 
 
 def time_report(sections: Mapping[str, Any], plan: BatchPlan, gpu: GPU) -> str:
@@ -263,8 +219,7 @@ def _phases(
         yield roofline(name, gpu, gpus, trained.forward_flops(passed, shares_prompts=shares))
     for name, updated in (("policy", policy), ("critic", critic)):
         if updated is not None:
-            # backward once for gradients of activations, and once for those of weights that learn
-            factor = 2 + updated.trained / updated.number + updated.recomputes
+            factor = 1 + updated.backward_passes + updated.recomputes
             flops = factor * trained.forward_flops(updated, shares_prompts=shares)
             # optimizer states that all GPUs share, as with fsdp2
             moved = _OPTIMIZER_BYTES * updated.trained * plan.steps_per_iteration

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import shutil
 import sys
 import time
@@ -13,15 +14,22 @@ from typing import Any, NamedTuple
 
 import lightning as L
 import torch
+from jaxtyping import Int
+from peft import PeftModel
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor
+from transformers import PreTrainedModel
 
+from lrlhf.models.flops import peak_flops, training_flops
+from lrlhf.models.heads import plain_model
 from lrlhf.models.token_budget import GIB, PEAK_MEMORY, peak_memory
 from lrlhf.modules.base import SteppedOptimizer, TrainingModule
 from lrlhf.modules.metrics.metric_sums import MetricSums
 from lrlhf.rollout import RolloutListener
+from lrlhf.rollout.minibatches import MicroBatch
 from lrlhf.run import Collectives, seed_everything_for
 from lrlhf.types import Experience
 
@@ -281,6 +289,7 @@ class Iteration:
         self.optimizer_steps = 0 if seeds is None else max(0, seeds[-1] - _BEFORE_UPDATE - 1)
         """How many were begun so far, of whichever optimizer."""
         self._seconds: dict[str, float] = {}
+        self._updated_tokens, self._update_flops = 0, 0.0
 
     @property
     def number(self) -> int:
@@ -334,14 +343,53 @@ class Iteration:
         for listener in self._listeners():
             listener.on_rollout(self.trainer, self.module, experience, self.records)
 
-    def measure_costs(self, tokens: float) -> None:
-        """Report seconds by phase, memory, and how many tokens of this rank went through."""
+    def count_update(
+        self,
+        models: Sequence[PreTrainedModel | PeftModel],
+        lengths: Int[Tensor, " B"],
+        micro_batches: Sequence[MicroBatch],
+    ) -> None:
+        """Count tokens and floating-point operations of an optimizer step.
+
+        Neither padding nor what is recomputed counts, and a shared prefix counts once.
+
+        Args:
+            models: What the rows go through.
+            lengths: Tokens of each row.
+            micro_batches: Which rows go together.
+        """
+        squares = lengths.double().square()
+        tokens, pairs = 0, 0.0
+        for one in micro_batches:
+            useful = min(one.computed, one.tokens)
+            tokens += useful
+            pairs += float(squares[one.rows].sum()) * useful / max(1, one.tokens)
+        self._updated_tokens += tokens
+        if peak_flops(self.device) is not None:
+            for model in {id(plain_model(model)): model for model in models}.values():
+                self._update_flops += training_flops(model, tokens, pairs)
+
+    def measure_costs(self, tokens: float, generated: float = 0.0) -> None:
+        """Report seconds by phase, memory, and the speed of this rank.
+
+        Args:
+            tokens: Of the rows, prompts included.
+            generated: Of the responses.
+        """
         self.metrics.maximum(PEAK_MEMORY, peak_memory(self.device) / GIB)
         for phase, seconds in self._seconds.items():
             self.metrics.maximum(f"perf/{phase}_s", seconds)
-        busy = sum(self._seconds.values())
-        if busy > 0:
-            self.metrics.add("perf/tokens_per_s", tokens / busy, 1 / self.ranks.world_size)
+        update = self._seconds.get("update", 0.0)
+        for name, count, seconds in (
+            ("tokens_per_s", tokens, sum(self._seconds.values())),
+            ("generate_tokens_per_s", generated, self._seconds.get("generate", 0.0)),
+            ("update_tokens_per_s", self._updated_tokens, update),
+        ):
+            if count and seconds:
+                self.metrics.add(f"perf/{name}", count / seconds, 1 / self.ranks.world_size)
+        peak = peak_flops(self.device)
+        if peak is not None and update and math.isfinite(self._update_flops):
+            self.metrics.add("perf/mfu", self._update_flops / update / peak, 1.0)
 
     def _listeners(self) -> list[RolloutListener]:
         callbacks: list[L.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]

@@ -3,7 +3,8 @@
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lrlhf.apps.plan.times import GPU, GPUS, Engine, ModelSize, Texts, generation, roofline, size_of
+from lrlhf.apps.plan.times import GPU, GPUS, Engine, Texts, generation, roofline
+from lrlhf.models.flops import ModelSize, size_of
 
 # half of its FLOP/s, 4/5 of its bandwidth: engines get 10^9 FLOP/s and 10^9 bytes/s of each GPU
 SLOW = GPU(flops=2e9, memory=8e6, bandwidth=1.25e9, link=1e9)
