@@ -9,7 +9,11 @@ from collections.abc import Sequence
 from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
+from jsonargparse import ArgumentParser
+
+from lrlhf.options.conversion import parameters_of
 from lrlhf.options.errors import ConfigError, hint
 
 _CLASS = re.compile(r"^class ([A-Z]\w*)", re.MULTILINE)
@@ -45,12 +49,8 @@ def help_of_class(arguments: Sequence[str]) -> None:
     if others:
         raise ConfigError(f"several classes have this name: {', '.join([path, *others])}")
     kind = kinds[path]
-    # an exception without a constructor of its own has no signature
-    bare = issubclass(kind, Exception) and "__init__" not in vars(kind)
-    parameters = () if bare else inspect.signature(kind).parameters.values()
-    options = [_option(parameter) for parameter in parameters]
     lines = [path, "", inspect.getdoc(kind) or "", "", "Options and their defaults:"]
-    sys.stdout.write("\n".join([*lines, *(options or ["    none"])]) + "\n")
+    sys.stdout.write("\n".join([*lines, *(_options(kind) or ["    none"])]) + "\n")
 
 
 def _modules_of_classes() -> dict[str, list[str]]:
@@ -75,9 +75,23 @@ def _path(module: str, name: str) -> str:
     return f"{module}.{name}"
 
 
-def _option(one: inspect.Parameter) -> str:
+def _options(kind: type) -> list[str]:
+    # an exception without a constructor of its own has no signature
+    if issubclass(kind, Exception) and "__init__" not in vars(kind):
+        return []
     # what is written in the source is a text already
-    annotation = one.annotation
-    kind = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-    default = "  (required)" if one.default is one.empty else f" = {one.default!r}"
-    return f"    {one.name}: {kind}{default}"
+    own = inspect.signature(kind).parameters
+    lines = [_line(name, one.annotation, one.default) for name, one in own.items()]
+    if not any(one.kind is one.VAR_KEYWORD for one in own.values()):
+        return lines
+    # options that the constructor passes on; the parser knows which it sets itself
+    names = ArgumentParser().add_class_arguments(kind, "class", fail_untyped=False)
+    passed = [name.rpartition(".")[2] for name in names]
+    known, _ = parameters_of(kind)
+    return lines[:-1] + [_line(name, *known[name]) for name in passed if name not in own]
+
+
+def _line(name: str, kind: Any, default: Any) -> str:
+    shown = kind if isinstance(kind, str) else inspect.formatannotation(kind)
+    value = "  (required)" if default is inspect.Parameter.empty else f" = {default!r}"
+    return f"    {name}: {shown}{value}"
