@@ -31,14 +31,13 @@ from lrlhf.cli.config_files import (
 from lrlhf.cli.evaluation import EVALUATIONS, keep_reference, show_evaluation, take_export
 from lrlhf.cli.export_command import export_checkpoint, hub_repo
 from lrlhf.cli.messages.exit_status import Progress, blaming_user, how_to_continue
-from lrlhf.cli.missing_names import CHECKPOINT_WORDS, no_checkpoint
 from lrlhf.cli.replay_command import show_replay
 from lrlhf.cli.saved_config import SaveConfig, hide_hyperparameters
 from lrlhf.foreign_files import TRUST_FLAG
 from lrlhf.modules.hyperparameters import refuse_other_module
 from lrlhf.modules.metrics.measurement import HasMeasurements
 from lrlhf.modules.policy.settings import PolicySettings
-from lrlhf.options.errors import ConfigError, MistakeError, RefusedError, UserError
+from lrlhf.options.errors import ConfigError, MistakeError, RefusedError, UserError, hint
 from lrlhf.options.parser import (
     Parser,
     check_values,
@@ -56,6 +55,8 @@ from lrlhf.trainer import Trainer
 
 _LOADED = {"policy", "model", "tokenizer", "processor", "engine", "rewards"}
 """Options of the modules that load something, and the rewards, which have a look of their own."""
+_CHECKPOINT_WORDS = {"last", "best", "hpc"}
+"""What ``ckpt_path`` may be instead of a path."""
 
 
 class ConfigObjects:
@@ -347,7 +348,7 @@ class Exporter(Application):
         for name in ("ckpt_path", "output"):
             if options[name] is None:
                 raise ConfigError(f"{name}: lrlhf export needs --{name}")
-        if options["ckpt_path"] in CHECKPOINT_WORDS:
+        if options["ckpt_path"] in _CHECKPOINT_WORDS:
             raise ConfigError(
                 f"ckpt_path: {options['ckpt_path']} is a word of fit; lrlhf export needs the path "
                 "of a checkpoint"
@@ -409,9 +410,13 @@ def _run_folder(arguments: Sequence[str]) -> str:
 
 def check_checkpoint(path: str | None, module: type | None = None) -> None:
     """Refuse a checkpoint that is not there, or of another module, before anything is loaded."""
-    if complaint := no_checkpoint(path):
-        raise MistakeError(("ckpt_path",), complaint)
-    if path is None or module is None or not Path(path).exists():
+    if path is None or path in _CHECKPOINT_WORDS or "://" in path:
+        return
+    if not Path(path).exists():
+        siblings = [entry.name for entry in Path(path).parent.glob("*.ckpt")]
+        near = hint(Path(path).name, siblings, listed_as="there")
+        raise MistakeError(("ckpt_path",), f"no file {path}{near}")
+    if module is None:
         return
     try:
         content = without_tensors(Path(path))
