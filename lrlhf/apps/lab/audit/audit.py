@@ -137,7 +137,8 @@ def media_faults(data: AuditedData) -> list[Finding]:
         if isinstance(problem, MediaError)
     ]
     with ThreadPoolExecutor(_THREADS) as pool:
-        flagged = [each for faults in pool.map(_look_at, showing) for each in faults]
+        looked_at = pool.map(lambda row: [*_faults(row)], showing)
+        flagged = [each for faults in looked_at for each in faults]
     flagged += [(UNREADABLE, row) for row in unreadable]
     of = len(showing) + len(unreadable)
     return [
@@ -145,10 +146,6 @@ def media_faults(data: AuditedData) -> list[Finding]:
         for kind in (UNREADABLE, TINY, HUGE)
         for finding in kind.findings_of((row for own, row in flagged if own is kind), of)
     ]
-
-
-def _look_at(row: AuditedRow) -> list[tuple[FaultKind, FlaggedRow]]:
-    return list(_faults(row))
 
 
 def _faults(row: AuditedRow) -> Iterator[tuple[FaultKind, FlaggedRow]]:
