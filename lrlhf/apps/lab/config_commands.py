@@ -26,9 +26,6 @@ def add_audit_options(parser: ArgumentParser) -> None:
     """Add what ``audit`` takes beside the options of ``fit``."""
     parser.add_argument("--json", type=str | None, help="file for all findings with all their rows")
     parser.add_argument("--html", type=str | None, help="file for a page of the findings")
-    parser.add_argument(
-        "--label-noise", action="store_true", help="fit small reward models to doubt labels"
-    )
 
 
 def audit_data(config: Namespace, build: Callable[[], L.LightningDataModule]) -> None:
@@ -64,9 +61,8 @@ def audit_data(config: Namespace, build: Callable[[], L.LightningDataModule]) ->
             trainer,
             context=None if trained is None else trained.context,
             new_tokens=room or 0,
-            with_label_noise=sections["label_noise"],
         )
-    except (ValueError, ImportError) as error:
+    except ValueError as error:
         raise MistakeError(("data",), str(error)) from error
     sys.stdout.write(safe(f"{as_text(result)}\n"))
     if sections["html"] is not None:

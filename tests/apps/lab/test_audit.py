@@ -125,7 +125,7 @@ def planted() -> tuple[list[Row], list[Row], dict[str, set[str]]]:
 
 
 def test_nothing_is_found_in_clean_data() -> None:
-    found = audited(clean_pairs(300), clean_pairs(60, seed=1), with_label_noise=True)
+    found = audited(clean_pairs(300), clean_pairs(60, seed=1))
 
     assert found.findings == []
     assert found.totals == found.usable == {"train": 300, "validation": 60}
@@ -244,38 +244,6 @@ def test_swapped_candidates_with_a_swapped_label_are_duplicates_and_contradict_n
         rows.append(copy)
 
     assert tags(audited(rows), rows) == {"exact duplicates": {"copy of 3", "copy of 5"}}
-
-
-def test_labels_that_were_turned_round_are_doubted() -> None:
-    rows = clean_pairs(400)
-    turned = {7, 99, 180, 256, 391}
-    for number in turned:
-        rows[number]["chosen"], rows[number]["rejected"] = (
-            rows[number]["rejected"],
-            rows[number]["chosen"],
-        )
-
-    found = audited(rows, with_label_noise=True)
-
-    assert tags(found, rows) == {"doubtful labels": {rows[number]["tag"] for number in turned}}
-    chances = [float(row.detail.rpartition(" ")[2]) for row in found.findings[0].rows]
-    assert chances == sorted(chances)
-    assert all(chance < 0.1 for chance in chances)
-    assert audited(rows).findings == []
-
-
-def test_labels_are_not_doubted_where_the_model_knows_no_better_than_chance() -> None:
-    draw = random.Random(3)
-    rows = [
-        {"prompt": question(draw), "chosen": sentences(draw, 2), "rejected": sentences(draw, 2)}
-        for _ in range(200)
-    ]
-
-    found = audited(rows, with_label_noise=True)
-
-    assert found.findings == []
-    (told,) = [measure.value for measure in found.measures if measure.name == "label noise"]
-    assert "nothing can be said" in str(told)
 
 
 def test_rows_held_out_by_the_data_module_are_its_validation_rows() -> None:

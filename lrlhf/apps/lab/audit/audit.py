@@ -20,7 +20,6 @@ from lrlhf.apps.lab.audit.findings import (
     Measure,
     Severity,
 )
-from lrlhf.apps.lab.audit.label_noise import label_noise
 from lrlhf.apps.lab.audit.repeated_rows import IDENTICAL, repeated_rows
 from lrlhf.apps.lab.audit.rows import AuditedData, AuditedRow, read_data
 from lrlhf.apps.lab.audit.text_faults import languages, text_faults
@@ -184,7 +183,6 @@ def audit(
     *,
     context: int | None = None,
     new_tokens: int = 0,
-    with_label_noise: bool = False,
 ) -> Audit:
     """Look for faults in the training and validation data of a run.
 
@@ -197,11 +195,9 @@ def audit(
             ``tokenizer``.
         context: Tokens that the model was made for; None: not known.
         new_tokens: Room that the run leaves for the response to a prompt.
-        with_label_noise: Also fit reward models to look for wrong labels, which takes far longer.
 
     Raises:
         BadDataError: A source cannot be read, or the data makes no sense as a whole.
-        ImportError: ``with_label_noise`` needs scikit-learn.
         ValueError: The data module is of another kind, or has no tokenizer.
     """
     read = read_data(data, trainer)
@@ -217,8 +213,6 @@ def audit(
         looks.append(languages)
     else:
         measures.append(Measure("languages", "not looked at: pip install 'lrlhf[audit]'"))
-    if with_label_noise and read.is_pairs:
-        looks.append(label_noise)
     for look in looks:
         detected, measured = look(read.rows)
         findings += detected
