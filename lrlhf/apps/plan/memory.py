@@ -27,7 +27,7 @@ from lrlhf.apps.plan.strategy_shares import (
     weights_of,
 )
 from lrlhf.callbacks import EntropyControl
-from lrlhf.cli.config_entries import is_a, options_of, spec_of
+from lrlhf.cli.config_entries import is_a, options_of, reward_entries, spec_of
 from lrlhf.functional.algorithm import Algorithm
 from lrlhf.functional.algorithms import ALGORITHMS, ALIASES, distillation, resolve_algorithm
 from lrlhf.models import (
@@ -97,9 +97,7 @@ def reward_models(
     options: Mapping[str, Any], note: Callable[[str], None]
 ) -> Iterator[tuple[str, PreTrainedModel | PeftModel, Mapping[str, Any]]]:
     """Yield the name, skeleton and options of each reward model; what cannot be read is noted."""
-    functions = options_of(options.get("rewards")).get("functions") or []
-    entries = functions.items() if isinstance(functions, Mapping) else enumerate(functions)
-    for name, entry in entries:
+    for name, entry in reward_entries(options.get("rewards")).items():
         own = options_of(entry)
         if own.get("device") == "cpu":
             continue

@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import lightning as L
 from PIL import Image
@@ -14,6 +14,7 @@ from PIL import Image
 import lrlhf.datamodules
 from lrlhf.callbacks import KLControl
 from lrlhf.callbacks.kl_control import NOTHING_TO_ADAPT
+from lrlhf.cli.checks.config_objects import ConfigObjects
 from lrlhf.cli.checks.data_rows import (
     CheckedRows,
     check_environment_columns,
@@ -66,27 +67,8 @@ logger = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
 
 
-class Parts(Protocol):
-    """Makes the parts of a run that load nothing; raises `RefusedError` where one refuses."""
-
-    def data(self) -> L.LightningDataModule:
-        """Make the data module."""
-
-    def of_trainer(self) -> None:
-        """Make callbacks and loggers."""
-
-    def rewards(self) -> Rewards | None:
-        """Make the rewards where that costs nothing."""
-
-    def reward_functions(self) -> tuple[dict[str, Any], list[str]]:
-        """Make reward functions that load nothing, by name, and name the others."""
-
-    def settings(self) -> PolicySettings | None:
-        """Make the groups of options of the module, and complete those of a policy."""
-
-
 def check_run(
-    sections: dict[str, Any], parts: Parts, *, trains: bool, show: int = 0
+    sections: dict[str, Any], parts: ConfigObjects, *, trains: bool, show: int = 0
 ) -> Iterator[str]:
     """Check what is known of a run before weights are loaded.
 
@@ -158,7 +140,9 @@ def check_run(
         yield f"lengths  {lengths}"
 
 
-def _of_rewards(parts: Parts, seen: CheckedRows, settings: PolicySettings | None) -> list[str]:
+def _of_rewards(
+    parts: ConfigObjects, seen: CheckedRows, settings: PolicySettings | None
+) -> list[str]:
     if settings is None or settings.episodes is not None:
         return []
     functions, others = parts.reward_functions()

@@ -129,7 +129,7 @@ def test_nothing_is_found_in_clean_data() -> None:
 
     assert found.findings == []
     assert found.totals == found.usable == {"train": 300, "validation": 60}
-    assert "nothing was found" in as_text(found)
+    assert "Nothing was found." in as_text(found)
 
 
 def test_every_planted_fault_is_found_in_its_rows() -> None:
@@ -178,12 +178,12 @@ def test_pairs_of_equal_length_are_said_not_to_count_and_figures_say_of_what_the
         # 30 pairs whose better answer is the longer one, and 10 of equal length
         row["chosen"] = row["rejected"][::-1] + ("!" if number < 30 else "")
 
-    said = as_text(audited(rows)).splitlines()
+    said = {" ".join(line.split()) for line in as_text(audited(rows)).splitlines()}
 
-    (bias,) = [line for line in said if line.startswith("longer answer preferred (share): 1 (")]
-    assert bias.endswith(" in 30 pairs; not counted: 10 with answers of equal length")
-    (median,) = [line for line in said if line.startswith("tokens of a row, median: ")]
-    assert median.endswith(" in 80 texts")  # two of each pair
+    (bias,) = [line for line in said if line.startswith("longer answer preferred (share) 1 ")]
+    assert bias.endswith(" 30 pairs 10 with answers of equal")  # length
+    (median,) = [line for line in said if line.startswith("tokens of a row, median ")]
+    assert median.endswith(" 80 texts")  # two of each pair
 
 
 def test_pairs_of_one_prompt_count_as_a_cluster() -> None:
@@ -398,7 +398,7 @@ def test_a_report_holds_what_was_found(tmp_path: Path) -> None:
     found = audited(rows)
 
     text = as_text(found)
-    assert "exact duplicates: 6 of 36 (16.67%)" in text
+    assert "warning exact duplicates 6 36 16.67%" in " ".join(text.split())
     assert "train.jsonl:31: same as train.jsonl:1" in text
     assert "and 3 more" in text
     report = json.loads(json.dumps(as_json(found)))

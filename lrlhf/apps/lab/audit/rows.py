@@ -344,9 +344,9 @@ def _of_text(draft: SupervisedDraft, seen: Sequence[Turns]) -> AuditedRow:
     )
 
 
-def _spoken(conversations: Sequence[Turns], asked: Sequence[Turn], prompt: str) -> dict[str, Any]:
+def _spoken(conversations: Sequence[Turns], opening: Sequence[Turn], prompt: str) -> dict[str, Any]:
     """Return the question, the roles and what is blank, of the turns of a row if it has any."""
-    questions = [content for role, content in asked if role == "user"]
+    questions = [content for role, content in opening if role == "user"]
     blank = [role for turns in conversations for role, content in turns if not content.strip()]
     return {
         "question": questions[-1] if questions else "" if conversations else prompt,

@@ -98,22 +98,18 @@ def match(a: Side, b: Side, by: Match = "auto", sizes: Sequence[int] = ()) -> Ma
         raise ValueError(
             "not all evaluations say from which source and row a line is; match them by text"
         )
-    found = None
-    if placed and by != "text":
-        found = groups_by_row = [grouped(run.samples, by_row=True) for run in runs]
-        others = _different_texts(found)
-        if others and by == "auto":
-            found = None
-            by_text = [grouped(run.samples, by_row=False) for run in runs]
-            if not set.intersection(*map(set, by_text)):
-                shared = set.intersection(*map(set, groups_by_row))
-                raise ValueError(
-                    f"{a.name} and {b.name} have {len(shared)} rows of the same numbers, and on "
-                    f"{len(others)} of them another prompt (first {' '.join(others[0][-2:])}): "
-                    "they were evaluated on different data, or with different templates; --match "
-                    "row compares them nevertheless"
-                )
-    groups = found or [grouped(run.samples, by_row=False) for run in runs]
+    by_row = placed and by != "text"
+    groups = [grouped(run.samples, by_row=by_row) for run in runs]
+    if by_row and by == "auto" and (others := _different_texts(groups)):
+        by_row, rows = False, len(set.intersection(*map(set, groups)))
+        groups = [grouped(run.samples, by_row=False) for run in runs]
+        if not set.intersection(*map(set, groups)):
+            raise ValueError(
+                f"{a.name} and {b.name} have {rows} rows of the same numbers, and on "
+                f"{len(others)} of them another prompt (first {' '.join(others[0][-2:])}): they "
+                "were evaluated on different data, or with different templates; --match row "
+                "compares them nevertheless"
+            )
     common = set.intersection(*map(set, groups))
     if not common:
         raise ValueError(
@@ -125,7 +121,7 @@ def match(a: Side, b: Side, by: Match = "auto", sizes: Sequence[int] = ()) -> Ma
     }
     keys = sorted(common, key=_in_order)
     split = len(a.evaluations)
-    label = "row" if found else "text"
+    label = "row" if by_row else "text"
     return _matched(keys, groups[:split], groups[split:], label, unmatched, sizes)
 
 

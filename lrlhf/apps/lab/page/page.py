@@ -275,8 +275,10 @@ def _print_table(table: Table, console: Console) -> None:
             texts = (" ".join(_shown(cell).split()) for cell in row)
             short = (text if len(text) <= _LINE else f"{text[:_LINE]}…" for text in texts)
             console.print(_words(f"  {': '.join(short)}"))
-    else:
-        _print_columns(table, console)
+        if (more := len(table.rows) - _LINES) > 0:
+            console.print(_words(f"  and {more:,} more (--json and --html list them)"))
+        return
+    _print_columns(table, console)
     if table.note:
         console.print(_words(table.note))
 

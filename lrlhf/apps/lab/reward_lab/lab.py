@@ -301,16 +301,8 @@ def _distribution(values: Values) -> Distribution:
         none = math.nan
         return Distribution(none, none, none, none, none, none, none, 0)
     low, p5, median, p95, high = np.quantile(values, (0, 0.05, 0.5, 0.95, 1)).tolist()
-    return Distribution(
-        float(values.mean()),
-        float(values.std()),
-        low,
-        p5,
-        median,
-        p95,
-        high,
-        len(np.unique(values)),
-    )
+    mean, std = float(values.mean()), float(values.std())
+    return Distribution(mean, std, low, p5, median, p95, high, len(np.unique(values)))
 
 
 def _facts(names: Sequence[str], values: Mapping[str, Values], lengths: Values) -> list[str]:
