@@ -14,27 +14,11 @@ from typing import Any
 
 from rich.console import Console
 
-from lrlhf.apps.lab.audit.findings import (
-    SEVERITIES,
-    FaultKind,
-    Finding,
-    FlaggedRow,
-    Measure,
-    Severity,
-)
+from lrlhf.apps.lab.audit.findings import SEVERITIES, FaultKind, Finding, FlaggedRow, Measure
 from lrlhf.apps.lab.audit.repeated_rows import IDENTICAL, repeated_rows
 from lrlhf.apps.lab.audit.rows import AuditedData, AuditedRow, read_data
 from lrlhf.apps.lab.audit.text_faults import languages, text_faults
-from lrlhf.apps.lab.page import (
-    Cell,
-    Chart,
-    Number,
-    Section,
-    Table,
-    Text,
-    print_sections,
-    write_page,
-)
+from lrlhf.apps.lab.page import Cell, Chart, Number, Section, Table, Text, print_page, write_page
 from lrlhf.datamodules.core import RowDataModule
 from lrlhf.media import MediaError, media_name
 from lrlhf.media.decode import check_image
@@ -87,10 +71,12 @@ def biases(rows: Sequence[AuditedRow]) -> tuple[list[Finding], list[Measure]]:
             share = Measure(f"{preferred} (share)", count / of, low, high, of, "pairs", uncounted)
             measures.append(share)
         if of and not low <= 0.5 <= high and abs(count / of - 0.5) >= _NOTED:
-            severity: Severity = "warning" if abs(count / of - 0.5) >= _GRAVE else "note"
             where = f"In {count / of:.1%} of {of:,} pairs ({low:.1%} to {high:.1%})"
             summary = f"{where} the {preferred.replace('preferred', 'is preferred')}. {meaning}"
-            findings.append(Finding(name, severity, count, of, summary, remedy, ()))
+            grave = abs(count / of - 0.5) >= _GRAVE
+            findings.append(
+                Finding(name, "warning" if grave else "note", count, of, summary, remedy, ())
+            )
     return findings, measures
 
 
@@ -267,7 +253,7 @@ _COLUMNS = ("data", "row", "what is seen")
 def as_text(audit: Audit) -> str:
     """Return the audit as lines for a terminal, with the first rows of each finding."""
     file = io.StringIO()
-    print_sections(_sections(audit), Console(file=file, width=_WIDTH, highlight=False))
+    print_page(_sections(audit), Console(file=file, width=_WIDTH, highlight=False))
     return file.getvalue()
 
 

@@ -19,16 +19,7 @@ from lrlhf.apps.lab.compare.report import (
     family_note,
     notes,
 )
-from lrlhf.apps.lab.page import (
-    Cell,
-    Chart,
-    Number,
-    Section,
-    Table,
-    Text,
-    print_sections,
-    write_page,
-)
+from lrlhf.apps.lab.page import Cell, Chart, Number, Section, Table, Text, print_page, write_page
 from lrlhf.statistics import power
 
 _PROMPTS = 100
@@ -46,7 +37,7 @@ def print_report(report: Report, console: Console, *, step: str = "last") -> Non
         console: The terminal.
         step: The evaluation that was asked for.
     """
-    print_sections([*_sections(report, step)], console)
+    print_page([*_sections(report, step)], console)
 
 
 def write_comparison(report: Report, path: str | Path, *, step: str = "last") -> Path:

@@ -7,8 +7,8 @@ from lrlhf.apps.lab.page.page import (
     Section,
     Table,
     Text,
-    print_sections,
+    print_page,
     write_page,
 )
 
-__all__ = ["Cell", "Chart", "Number", "Section", "Table", "Text", "print_sections", "write_page"]
+__all__ = ["Cell", "Chart", "Number", "Section", "Table", "Text", "print_page", "write_page"]

@@ -251,7 +251,7 @@ _LINE, _LINES = 80, 3
 """Letters of a text, and rows of texts to read, on a terminal."""
 
 
-def print_sections(sections: Sequence[Section], console: Console) -> None:
+def print_page(sections: Sequence[Section], console: Console) -> None:
     """Write sections to a terminal, but for their charts; the first has no heading there."""
     for number, section in enumerate(sections):
         if number:

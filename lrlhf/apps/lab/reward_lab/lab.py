@@ -15,16 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from lrlhf.apps.lab.page import (
-    Cell,
-    Chart,
-    Number,
-    Section,
-    Table,
-    Text,
-    print_sections,
-    write_page,
-)
+from lrlhf.apps.lab.page import Cell, Chart, Number, Section, Table, Text, print_page, write_page
 from lrlhf.apps.lab.run_files import RunFiles, plain_json
 from lrlhf.statistics.correlation import Correlation, ranks, spearman_interval
 from lrlhf.statistics.intervals import share_interval
@@ -432,7 +423,7 @@ def as_text(lab: Lab) -> str:
     """Return the report as lines for a terminal."""
     file = io.StringIO()
     sections = [Section("", [Text(_lead(lab))]), *_sections(lab)]
-    print_sections(sections, Console(file=file, width=_WIDTH, highlight=False))
+    print_page(sections, Console(file=file, width=_WIDTH, highlight=False))
     return file.getvalue()
 
 
