@@ -23,6 +23,12 @@ def options_of(entry: Any) -> Mapping[str, Any]:
     return (entry.get("init_args") or {}) if "class_path" in entry else entry
 
 
+def reward_entries(rewards: Any) -> dict[Any, Any]:
+    """Return the reward functions that a config lists, by name or by number."""
+    functions = options_of(rewards).get("functions") or []
+    return dict(functions.items() if isinstance(functions, Mapping) else enumerate(functions))
+
+
 def class_of(entry: Any) -> type | None:
     """Return the class that an entry with a ``class_path``, or such a path, stands for."""
     path = entry.get("class_path") if isinstance(entry, Mapping) else entry

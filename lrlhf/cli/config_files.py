@@ -14,7 +14,7 @@ from lrlhf.options.errors import ConfigError, hint
 from lrlhf.secrets import is_secret_name, remember
 
 _CLASS_KEYS = {"class_path", "init_args", "dict_kwargs"}
-MERGE = "tag:yaml.org,2002:merge"
+_MERGE = "tag:yaml.org,2002:merge"
 """Tag of the key ``<<``, which stands for the entries of what it names."""
 # the parser knows no dates
 _READ_AS_TEXT = {"tag:yaml.org,2002:str", "tag:yaml.org,2002:timestamp"}
@@ -154,7 +154,7 @@ def _check_keys(file: str, node: yaml.MappingNode, path: str) -> None:
 def _check_class_entry(file: str, node: yaml.MappingNode, path: str) -> None:
     for key, value in node.value:
         where = f"{file}:{line_of(key)}: {path}.{key.value}"
-        if key.value not in _CLASS_KEYS and key.tag != MERGE:
+        if key.value not in _CLASS_KEYS and key.tag != _MERGE:
             what = "does not belong beside class_path; a class's options go under init_args"
             raise ConfigError(f"{where}: {what}")
         empty = isinstance(value, yaml.ScalarNode) and value.value in {"", "null", "~"}

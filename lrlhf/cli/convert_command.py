@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from lrlhf.cli.command_parser import CommandParser
+from lrlhf.cli.command_parser import command_parser
 from lrlhf.cli.messages.exit_status import blaming_user
 from lrlhf.run.checkpoints.checkpoint_reader import is_folder_checkpoint
 from lrlhf.run.checkpoints.sharded_checkpoint import convert_checkpoint
@@ -20,10 +20,7 @@ def convert(arguments: Sequence[str]) -> None:
     Raises:
         UserError: The target exists, or the source is no checkpoint.
     """
-    parser = CommandParser(
-        prog="lrlhf convert",
-        allow_abbrev=False,
-    )
+    parser = command_parser("convert", "Turn a checkpoint into the other of its two forms.", "")
     parser.add_argument("source", type=Path, help="checkpoint to read")
     parser.add_argument("target", type=Path, help="checkpoint to write; must not exist")
     parser.add_argument("--to", choices=("sharded", "full"), help="default: what SOURCE is not")

@@ -24,11 +24,7 @@ example:
 
 def parser() -> argparse.ArgumentParser:
     """Return what reads the options."""
-    parser = command_parser(
-        "generate",
-        "Answer a file of prompts.",
-        _EPILOG,
-    )
+    parser = command_parser("generate", "Answer a file of prompts.", _EPILOG)
     add_loading_options(parser)
     parser.add_argument(
         "prompts",

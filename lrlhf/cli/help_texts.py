@@ -91,7 +91,6 @@ options:
 {_CONFIG}
   --json FILE                 write all findings with all their rows
   --html FILE                 write a page of the findings
-  --label-noise               also fit small reward models to find doubtful labels; takes longer
 
 example:
   lrlhf audit --config lrlhf:reward_hh --data.train pairs.jsonl.gz --html audit.html

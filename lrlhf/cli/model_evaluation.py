@@ -19,7 +19,6 @@ from lrlhf.cli.config_files import (
     is_inline,
     read_config_files,
 )
-from lrlhf.cli.early_checks import options_of
 from lrlhf.foreign_files import read_yaml
 from lrlhf.options.errors import ConfigError
 from lrlhf.secrets import safe
@@ -141,8 +140,7 @@ def _model_option(configs: Sequence[str], folders_of_code: Sequence[str]) -> str
         class_path = str(model or class_path)
     if not class_path:
         raise ConfigError(f"{', '.join(configs)}: no model.class_path to evaluate models with")
-    listed = options_of(class_path)
-    known = _own_parameters(class_path, folders_of_code) if listed is None else listed
+    known = _parameters(class_path, folders_of_code)
     option = next((name for name in MODEL_OPTIONS if name in known), None)
     if option is None:
         raise ConfigError(
@@ -152,13 +150,16 @@ def _model_option(configs: Sequence[str], folders_of_code: Sequence[str]) -> str
     return option
 
 
-def _own_parameters(class_path: str, folders_of_code: Sequence[str]) -> Collection[str]:
-    """Return the parameters of a class of the user's."""
+def _parameters(class_path: str, folders_of_code: Sequence[str]) -> Collection[str]:
+    """Return the parameters of a module of lrlhf's or of the user's."""
+    # not at the top: it brings torch, which evaluations that need no option do without
+    from lrlhf import modules  # noqa: PLC0415
+
     sys.path[:0] = [folder for folder in folders_of_code if folder not in sys.path]
     try:
-        location = locate(class_path)
+        kind = getattr(modules, class_path, None) or locate(class_path)
     except ErrorDuringImport as error:
         raise ConfigError(f"{class_path}: {error}") from error
-    if not isinstance(location, type):
+    if not isinstance(kind, type):
         raise ConfigError(f"{class_path}: there is no such class")
-    return inspect.signature(location).parameters
+    return inspect.signature(kind).parameters

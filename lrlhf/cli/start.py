@@ -1,7 +1,7 @@
 """The first second of a command: reads its config files, says so, and loads what takes longer.
 
-Nothing that imports torch may be imported at the top of this file: a config that cannot be right
-is refused at once.
+Nothing that imports torch may be imported at the top of this file: a file that cannot be read is
+refused at once.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from importlib.metadata import version
 
 from lrlhf.cli.command_table import COMMANDS, HELP_OF_CLASS, REWARDS_OF_RUN, CommandKind
 from lrlhf.cli.config_files import ConfigFile, config_arguments, read_config_files, remember_secrets
-from lrlhf.cli.early_checks import check_names
-from lrlhf.cli.missing_names import check_missing
 from lrlhf.cli.shipped_configs import with_files
 from lrlhf.options.errors import ConfigError, say_error
 from lrlhf.secrets import safe
@@ -47,8 +45,6 @@ def run(arguments: Sequence[str], *, debug: bool = False) -> int:
             return 0
         files = read_config_files(arguments)
         remember_secrets(files, arguments)
-        check_names(files, arguments[0])
-        check_missing(files, arguments)
         run_command = _load(files)
     except ConfigError as error:
         return say_error(error, str(error), status=2, show=debug)

@@ -509,7 +509,7 @@ def test_what_goes_wrong_in_a_check_does_not_end_the_run(
     def check_folders(_: object) -> None:
         raise KeyError("not thought of")
 
-    monkeypatch.setattr(run_checks, "check_folders", check_folders)
+    monkeypatch.setattr(run_checks.trainer_options, "check_folders", check_folders)
     _write(model_folder, _questions(8))
     with caplog.at_level("DEBUG", logger=run_checks.__name__):
         assert run(["check", "--config", "run.yaml"]) == 0

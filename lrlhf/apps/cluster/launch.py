@@ -365,8 +365,11 @@ class Launcher(Application):
             )
         model = options.model.as_dict()
         files = read_config_files(self._of_fit)
+        # a trainer is one of so many, and continues its run
+        flags = ["--trainer.devices=1", f"--trainer.num_nodes={self._cluster.trainers.workers}"]
+        flags.append("--ckpt_path=last")
         run = Run(
-            arguments=[*self._of_fit, *moved(self._cluster, model), *_rank_flags(self._cluster)],
+            arguments=[*self._of_fit, *moved(self._cluster, model), *flags],
             folder=options.trainer.default_root_dir,
             rewards=_pickled_rewards(options) if self._cluster.rewards.workers else None,
             code=folders_of_own_code(files),
@@ -483,13 +486,6 @@ def _pickled_rewards(options: Namespace) -> bytes:
             f"model.rewards cannot be sent to reward workers ({error}): set rewards.workers of the "
             "cluster to 0, or name its functions by their import paths"
         ) from error
-
-
-def _rank_flags(cluster: Cluster) -> list[str]:
-    """Return the flags by which a trainer is one of so many, and continues its run."""
-    of_trainer = {"devices": 1, "num_nodes": cluster.trainers.workers}
-    flags = [f"--trainer.{name}={value}" for name, value in of_trainer.items()]
-    return [*flags, "--ckpt_path=last"]
 
 
 def _name(kind: type) -> str:

@@ -155,35 +155,24 @@ def run_one(config: dict[str, Any]) -> int:
     address, attempt = import_module("ray.train.collective").broadcast_from_rank_zero(
         (free_place(), secrets.token_hex(4)) if rank == 0 else None
     )
-    actor = _StatusClient(ray, ray.get_actor(STATUS, namespace=command.namespace), attempt)
-    if actor.look()[0]:
+    actor = ray.get_actor(STATUS, namespace=command.namespace)
+
+    def look() -> tuple[bool, int | None]:
+        ending, ended = ray.get(actor.look.remote(attempt))
+        return ending, ended
+
+    if look()[0]:
         return TERMINATED
     program = GuardedProgram(
         [sys.executable, "-m", "lrlhf", *command.arguments],
         env=_environment(command, rank, context.get_world_size(), address),
         folder=Path(command.folder),
     )
-    status = _wait_for_program(program, actor.look)
+    status = _wait_for_program(program, look)
     if status in _OTHERS_SECONDS:
-        actor.end(status)
+        ray.get(actor.end.remote(attempt, status))
         return status
     raise TrainerLostError(f"the trainer of rank {rank} ended with status {status}")
-
-
-class _StatusClient:
-    """What the trainer of an attempt knows of the `TrainerStatus`."""
-
-    def __init__(self, ray: Any, actor: Any, attempt: str) -> None:
-        self._ray = ray
-        self._actor = actor
-        self._attempt = attempt
-
-    def look(self) -> tuple[bool, int | None]:
-        ending, ended = self._ray.get(self._actor.look.remote(self._attempt))
-        return ending, ended
-
-    def end(self, status: int) -> None:
-        self._ray.get(self._actor.end.remote(self._attempt, status))
 
 
 def _wait_for_program(program: GuardedProgram, look: Callable[[], tuple[bool, int | None]]) -> int:

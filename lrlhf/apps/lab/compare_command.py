@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import argparse
 import glob
-import json
 import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import Any
 
 from rich.console import Console
 
-from lrlhf.cli.command_parser import CommandParser
+from lrlhf.apps.lab.run_files import check_output, write_json
+from lrlhf.cli.command_parser import command_parser
 from lrlhf.cli.model_evaluation import CHECKPOINT, evaluate_models
 from lrlhf.options.errors import ConfigError
-
-if TYPE_CHECKING:
-    from lrlhf.apps.lab.compare import Report
 
 _MOST_SIDES = 26
 """Letters that they are called by."""
@@ -38,57 +35,34 @@ examples:
 
 def parser() -> argparse.ArgumentParser:
     """Return what reads the options."""
-    parser = CommandParser(
-        prog="lrlhf compare",
-        description="Compare evaluations of the same prompts: differences with intervals.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = command_parser(
+        "compare", "Compare evaluations of the same prompts: differences with intervals.", _EPILOG
     )
-    _add_sides(parser)
-    _add_questions(parser)
-    _add_files(parser)
-    return parser
-
-
-def _add_sides(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", metavar="RUN", nargs="*", help="one side each")
-    parser.add_argument(
-        "--a",
-        "--against",
-        metavar="RUN",
-        nargs="+",
-        action="extend",
-        help="seeds of the side that the others are compared with",
-    )
-    parser.add_argument(
-        "--b", metavar="RUN", nargs="+", action="extend", help="seeds of another side"
-    )
-    parser.add_argument(
-        "--step", default="last", help="evaluation: last (default), best or a number"
-    )
-
-
-def _add_questions(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    seeds: dict[str, Any] = {"metavar": "RUN", "nargs": "+", "action": "extend"}
+    add("runs", metavar="RUN", nargs="*", help="one side each")
+    add("--a", "--against", help="seeds of the side that the others are compared with", **seeds)
+    add("--b", help="seeds of another side", **seeds)
+    add("--step", default="last", help="evaluation: last (default), best or a number")
+    add(
         "--metric",
         help="what is decided by; default: score, of pairs accuracy, of given texts mean_logprob",
     )
-    parser.add_argument(
+    add(
         "--by",
         metavar="COLUMN",
         action="append",
         default=[],
         help="also compare for each value of a column of the rows; may be given again",
     )
-    parser.add_argument(
+    add(
         "--match",
         choices=("auto", "row", "text"),
         default="auto",
         help="the same prompt is the same row, or the same text; default: row where the texts are "
         "the same too, else text",
     )
-    parser.add_argument(
+    add(
         "--difference",
         metavar="D",
         type=_difference,
@@ -96,25 +70,23 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="say what it takes to see such differences of the metric, such as 0.02",
     )
-
-
-def _add_files(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write everything as JSON")
-    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page")
-    parser.add_argument(
+    add("--json", metavar="FILE", help="write everything as JSON")
+    add("--html", metavar="FILE", help="write a page")
+    add(
         "--config",
         metavar="FILE",
         action="append",
         default=[],
         help="evaluate models on the validation set of this config; may be given again",
     )
-    parser.add_argument(
+    add(
         "--output",
         metavar="DIR",
         type=Path,
         default=Path("runs/compare"),
         help="with --config: folder of the evaluations; default: runs/compare",
     )
+    return parser
 
 
 def compare(arguments: Sequence[str]) -> None:
@@ -124,9 +96,12 @@ def compare(arguments: Sequence[str]) -> None:
         ConfigError: A run, a file or an option cannot be used.
     """
     options = parser().parse_args(arguments)
-    _check(options)
+    if options.step not in {"last", "best"} and not options.step.isdecimal():
+        raise ConfigError(f"step is '{options.step}'; give last, best or a number")
+    for name in ("json", "html"):
+        check_output(name, getattr(options, name))
     # not at the top: help needs none of it
-    from lrlhf.apps.lab.compare import compare_runs, print_report  # noqa: PLC0415
+    from lrlhf.apps.lab.compare import as_json, compare_runs, print_report, write_comparison  # noqa: PLC0415
 
     named = _sides(options)
     if options.config:
@@ -143,20 +118,14 @@ def compare(arguments: Sequence[str]) -> None:
             differences=options.difference,
         )
         print_report(report, Console(file=sys.stdout, highlight=False), step=options.step)
-        _write(report, options)
+        if options.json is not None:
+            write_json(options.json, as_json(report, step=options.step))
+        if options.html is not None:
+            write_comparison(report, options.html, step=options.step)
     except KeyError as error:  # whose text is in quotes
         raise ConfigError(str(error.args[0])) from error
     except (ValueError, OSError, ImportError) as error:
         raise ConfigError(str(error)) from error
-
-
-def _check(options: argparse.Namespace) -> None:
-    if options.step not in {"last", "best"} and not options.step.isdecimal():
-        _refuse(f"step is '{options.step}'; give last, best or a number")
-    for name in ("json", "html"):
-        path = getattr(options, name)
-        if path is not None and path.is_dir():
-            _refuse(f"{name}: {path} is a folder; give the name of a file")
 
 
 def _sides(options: argparse.Namespace) -> dict[str, list[str]]:
@@ -168,7 +137,7 @@ def _sides(options: argparse.Namespace) -> dict[str, list[str]]:
     """
     folders = [side for side in (options.a, options.b, *([each] for each in options.runs)) if side]
     if not 2 <= len(folders) <= _MOST_SIDES:
-        _refuse(
+        raise ConfigError(
             f"lrlhf compare needs two sides, up to {_MOST_SIDES}: lrlhf compare RUN_A RUN_B, or "
             "with several seeds --a RUN ... --b RUN ..."
         )
@@ -176,7 +145,7 @@ def _sides(options: argparse.Namespace) -> dict[str, list[str]]:
     seen: set[Path] = set()
     for run in (run for _, side in sides for run in side):
         if Path(run).resolve() in seen:
-            _refuse(f"{run} is given twice; a run is one seed of one side")
+            raise ConfigError(f"{run} is given twice; a run is one seed of one side")
         seen.add(Path(run).resolve())
     return dict(sides)
 
@@ -186,7 +155,9 @@ def _expanded(patterns: Sequence[str], *, models: bool) -> list[str]:
     for pattern in patterns:
         if Path(pattern).exists() or not glob.has_magic(pattern):
             if Path(pattern).is_file() and not _can_be_run(pattern, models=models):
-                _refuse(f"{pattern} is a file; a run is a folder, such as {Path(pattern).parent}")
+                raise ConfigError(
+                    f"{pattern} is a file; a run is a folder, such as {Path(pattern).parent}"
+                )
             runs.append(pattern)
             continue
         # Path.glob refuses absolute patterns
@@ -194,7 +165,7 @@ def _expanded(patterns: Sequence[str], *, models: bool) -> list[str]:
         fitting = [each for each in there if _can_be_run(each, models=models)]
         if not fitting:
             only = " but files, and a run is a folder" if there else ""
-            _refuse(f"nothing fits {pattern}{only}")
+            raise ConfigError(f"nothing fits {pattern}{only}")
         runs += fitting
     return runs
 
@@ -204,27 +175,8 @@ def _can_be_run(path: str, *, models: bool) -> bool:
     return Path(path).is_dir() or (models and Path(path).suffix == CHECKPOINT)
 
 
-def _write(report: Report, options: argparse.Namespace) -> None:
-    if options.json is not None:
-        from lrlhf.apps.lab.compare import as_json  # noqa: PLC0415
-        from lrlhf.run.atomic import atomic_write  # noqa: PLC0415
-
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(as_json(report, step=options.step), indent=1, allow_nan=False)
-        with atomic_write(options.json) as handle:
-            handle.write(f"{text}\n".encode())
-    if options.html is not None:
-        from lrlhf.apps.lab.compare.page import write_comparison  # noqa: PLC0415
-
-        write_comparison(report, options.html, step=options.step)
-
-
 def _difference(text: str) -> float:
     value = float(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is no difference above 0")
     return value
-
-
-def _refuse(text: str) -> NoReturn:
-    raise ConfigError(text)

@@ -7,28 +7,20 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import lightning as L
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lrlhf.apps.lab.audit import as_json, as_page, as_text, audit
 from lrlhf.apps.lab.reward_command import add_reward_options, run_rewards
 from lrlhf.apps.lab.run_files import check_output, write_json
-from lrlhf.cli.application import ConfigObjects, Reader
+from lrlhf.cli.application import Reader
+from lrlhf.cli.checks.config_objects import ConfigObjects
 from lrlhf.cli.checks.data_rows import taken_from
 from lrlhf.cli.checks.models import check_models
 from lrlhf.cli.config_entries import options_of
 from lrlhf.datamodules import RowDataModule
 from lrlhf.options.errors import MistakeError
 from lrlhf.secrets import safe
-
-
-def add_audit_options(parser: ArgumentParser) -> None:
-    """Add what ``audit`` takes beside the options of ``fit``."""
-    parser.add_argument("--json", type=str | None, help="file for all findings with all their rows")
-    parser.add_argument("--html", type=str | None, help="file for a page of the findings")
-    parser.add_argument(
-        "--label-noise", action="store_true", help="fit small reward models to doubt labels"
-    )
 
 
 def audit_data(config: Namespace, build: Callable[[], L.LightningDataModule]) -> None:
@@ -64,9 +56,8 @@ def audit_data(config: Namespace, build: Callable[[], L.LightningDataModule]) ->
             trainer,
             context=None if trained is None else trained.context,
             new_tokens=room or 0,
-            with_label_noise=sections["label_noise"],
         )
-    except (ValueError, ImportError) as error:
+    except ValueError as error:
         raise MistakeError(("data",), str(error)) from error
     sys.stdout.write(safe(f"{as_text(result)}\n"))
     if sections["html"] is not None:
@@ -85,7 +76,10 @@ class Auditor(Reader):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.usage = "lrlhf audit [--json FILE] [--html FILE] [the options of lrlhf fit]"
         parser.description = "Look for faults in all rows of the training and validation data."
-        add_audit_options(parser)
+        parser.add_argument(
+            "--json", type=str | None, help="file for all findings with all their rows"
+        )
+        parser.add_argument("--html", type=str | None, help="file for a page of the findings")
 
     def run_command(self, subcommand: str) -> None:
         options = self.config[subcommand]

@@ -24,9 +24,7 @@ examples:
 def parser() -> argparse.ArgumentParser:
     """Return what reads the options."""
     parser = command_parser(
-        "inspect",
-        "Write a page with the curves and the responses of runs.",
-        _EPILOG,
+        "inspect", "Write a page with the curves and the responses of runs.", _EPILOG
     )
     parser.add_argument(
         "runs", metavar="RUN", type=Path, nargs="+", help="folder of a run (default_root_dir)"

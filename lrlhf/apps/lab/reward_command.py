@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lrlhf.apps.lab.reward_lab import Lab, as_json, as_page, as_text, look_at, responses_of_run
 from lrlhf.apps.lab.run_files import check_output, write_json
-from lrlhf.cli.command_parser import CommandParser
+from lrlhf.cli.command_parser import command_parser
 from lrlhf.options.errors import ConfigError
 from lrlhf.secrets import safe
 
@@ -27,7 +27,7 @@ def report_run(arguments: Sequence[str]) -> None:
     Raises:
         ConfigError: The folder or an option cannot be used.
     """
-    parser = CommandParser(prog="lrlhf reward", allow_abbrev=False)
+    parser = command_parser("reward", "Tell what the rewards said in a run.", "")
     parser.add_argument("run", metavar="RUN", type=Path)
     parser.add_argument("--json")
     parser.add_argument("--html")

@@ -39,6 +39,8 @@ class RunFiles:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
+        self._metrics = self.folder / "metrics.csv"
+        self._responses = self.folder / "rollouts.jsonl"
         if not self.folder.is_dir():
             raise FileNotFoundError(f"there is no folder {folder}")
         if not (self._metrics.exists() or self._responses.exists() or self.evaluations):
@@ -49,14 +51,6 @@ class RunFiles:
 
     def __repr__(self) -> str:
         return f"RunFiles({str(self.folder)!r})"
-
-    @property
-    def _metrics(self) -> Path:
-        return self.folder / "metrics.csv"
-
-    @property
-    def _responses(self) -> Path:
-        return self.folder / "rollouts.jsonl"
 
     @property
     def response_files(self) -> list[Path]:

@@ -27,7 +27,7 @@ from lrlhf.apps.plan.strategy_shares import (
     weights_of,
 )
 from lrlhf.callbacks import EntropyControl
-from lrlhf.cli.config_entries import is_a, options_of, spec_of
+from lrlhf.cli.config_entries import is_a, options_of, reward_entries, spec_of
 from lrlhf.functional.algorithm import Algorithm
 from lrlhf.functional.algorithms import ALGORITHMS, ALIASES, distillation, resolve_algorithm
 from lrlhf.models import (
@@ -97,9 +97,7 @@ def reward_models(
     options: Mapping[str, Any], note: Callable[[str], None]
 ) -> Iterator[tuple[str, PreTrainedModel | PeftModel, Mapping[str, Any]]]:
     """Yield the name, skeleton and options of each reward model; what cannot be read is noted."""
-    functions = options_of(options.get("rewards")).get("functions") or []
-    entries = functions.items() if isinstance(functions, Mapping) else enumerate(functions)
-    for name, entry in entries:
+    for name, entry in reward_entries(options.get("rewards")).items():
         own = options_of(entry)
         if own.get("device") == "cpu":
             continue
@@ -196,6 +194,21 @@ class PhaseList:
         """Add a note, once."""
         if line not in self.notes:
             self.notes.append(line)
+
+    def hold_frozen(self, spec: PretrainedSpec) -> None:
+        """Keep a model that does not learn in memory from now on."""
+        model = skeleton(spec, trainable=False)
+        self.hold(weights_of(model, plain_model(model), quantization=spec.quantization))
+
+    def first_tokens(self, option: str) -> int | None:
+        """Return with how many tokens a run begins that finds out itself how many fit."""
+        if not self.on_gpu:
+            return None
+        self.note(
+            f"{option} is auto: it begins with {FIRST_TOKENS} tokens, as counted here, or one row, "
+            "and grows into what is free"
+        )
+        return FIRST_TOKENS
 
     def note_recomputing(self, spec: PretrainedSpec, plain: PreTrainedModel) -> None:
         """See whether a model that is trained recomputes its activations, and say who chose it."""
@@ -331,11 +344,8 @@ class _PolicyMemory:
 
     def _hold_frozen(self) -> None:
         for spec in (reference_spec(self._options, self._spec), teacher_spec(self._options)):
-            if spec is None:
-                continue
-            model = skeleton(spec, trainable=False)
-            weights = weights_of(model, plain_model(model), quantization=spec.quantization)
-            self._phases.hold(weights)
+            if spec is not None:
+                self._phases.hold_frozen(spec)
 
     def _reward_models(
         self,
@@ -371,7 +381,7 @@ class _PolicyMemory:
     def _add_own_generation(self, policy: Shares, limit: Any) -> None:
         prompts, copies = self._plan.prompts_per_rank, self._copies
         if limit == "auto":
-            tokens = self._first_tokens("engine.max_batch_size")
+            tokens = self._phases.first_tokens("engine.max_batch_size")
             if tokens is not None:
                 longest = self._prompt_tokens + self._new_tokens
                 prompts = min(prompts, max(1, tokens // (copies * longest)))
@@ -387,16 +397,6 @@ class _PolicyMemory:
         gathered = Usage(policy.gathered_to_generate)
         for name, usage in zip(("prompts", "last token"), ends, strict=True):
             self._phases.add(f"generate: {name}", usage, gathered, option=option)
-
-    def _first_tokens(self, option: str) -> int | None:
-        """Return with how many tokens a run begins that finds out itself how many fit."""
-        if not self._phases.on_gpu:
-            return None
-        self._phases.note(
-            f"{option} is auto: it begins with {FIRST_TOKENS} tokens, as counted here, or one row, "
-            "and grows into what is free"
-        )
-        return FIRST_TOKENS
 
     def _lent_to_vllm(self, options: Mapping[str, Any]) -> tuple[int, int]:
         """Bytes of this process's part of vLLM's weights, and of its keys and values."""
@@ -452,7 +452,7 @@ class _PolicyMemory:
         prompt, new = self._prompt_tokens, self._new_tokens
         budget = self._update["micro_batch_tokens"]
         if budget == "auto":
-            budget = self._first_tokens("update.micro_batch_tokens")
+            budget = self._phases.first_tokens("update.micro_batch_tokens")
         if budget is not None:
             sequence = prompt + self._shared * new
             if budget >= sequence:
@@ -497,12 +497,7 @@ def add_supervised_phases(phases: PhaseList, model: Any, data: Any) -> None:
     policy = _Policy(phases, options_of(model), data)
     rows, budget = int(options_of(data)["batch_size"]), policy.options["micro_batch_tokens"]
     if budget == "auto":
-        budget = FIRST_TOKENS if phases.on_gpu else None
-        if budget is not None:
-            phases.note(
-                f"micro_batch_tokens is auto: it begins with {FIRST_TOKENS} tokens, as counted "
-                "here, or one row, and grows into what is free"
-            )
+        budget = phases.first_tokens("micro_batch_tokens")
     at_once = rows if budget is None else min(rows, max(1, budget // policy.tokens))
     adds_up = at_once < rows
     shares = policy.hold(accumulates=adds_up)
@@ -578,8 +573,11 @@ class _Policy:
 
     def add_reference(self, shares: Shares, shape: Shape, option: str) -> None:
         """Add its pass, before or between the policy's."""
-        alone = self._phases.resident
-        self.hold_reference()
+        alone, reference = self._phases.resident, self.options.get("reference")
+        if reference is not None:
+            self._phases.hold_frozen(spec_of(reference, CausalLM))
+        elif self._spec.lora is None:  # with LoRA it is the policy
+            self._phases.hold_frozen(self._spec)
         usage = self._phases.dry_run.forward(self.model, self.logprobs, shape)
         self._phases.add("reference", usage, Usage(shares.gathered), option=option)
         if self.options.get("precompute_reference"):
@@ -592,17 +590,8 @@ class _Policy:
             return resolve_preference_loss(loss).reference
         return bool(options_of(loss).get("reference", True))
 
-    def hold_reference(self) -> None:
-        """Hold it where it is a model of its own: with LoRA it is the policy."""
-        reference = self.options.get("reference")
-        if reference is None and self._spec.lora is not None:
-            return
-        spec = self._spec if reference is None else spec_of(reference, CausalLM)
-        model = skeleton(spec, trainable=False)
-        self._phases.hold(weights_of(model, plain_model(model), quantization=spec.quantization))
 
-
-_GIB, _MIB = 2**30, 2**20
+_MIB = 2**20
 _COLUMNS = ("parameters", "gradients", "optimizer", "activations", "logits", "KV cache")
 
 _USABLE = 0.9
@@ -685,7 +674,7 @@ def _add_configured_phases(phases: PhaseList, sections: Mapping[str, Any]) -> No
 def _table(phases: PhaseList) -> str:
     """Render phases as a table of plain text, in GiB, or in MiB where all is small."""
     large = max(phase.usage.total for phase in phases.phases) >= _GIB
-    unit, size = (_GIB, phases.device_size) if large else (_MIB, phases.device_size)
+    unit, size = _GIB if large else _MIB, phases.device_size
     name = f"memory per process, {'GiB' if large else 'MiB'}"
     table = Table(box=box.MARKDOWN)
     for heading in (name, *_COLUMNS, "total", *(["fits"] if size is not None else [])):

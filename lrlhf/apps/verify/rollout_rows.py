@@ -206,7 +206,7 @@ def _of_file(path: Path, padding: Padding) -> list[Row]:
         return [*rows_of_batch(stored.rollout, path.name, stored.records, stored.scores)]
     rows: Iterable[Any]
     if path.suffix == ".pt":
-        rows = (row for columns in _tensors(path) for row in _rows_of_tensors(columns))
+        rows = _rows_of_tensors(path)
     elif is_data_file(path):
         rows = read_rows_of_file(path)
     else:
@@ -302,8 +302,8 @@ def rows_of_batch(
         yield row
 
 
-def _tensors(path: Path) -> list[dict[str, Any]]:
-    """Read a dict of tensors ``[B, …]`` and lists, or a list of such dicts."""
+def _rows_of_tensors(path: Path) -> Iterator[dict[str, Any]]:
+    """Read the rows of a dict of tensors ``[B, …]`` and lists, or of a list of such dicts."""
     try:
         value = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, IndexError, KeyError) as error:
@@ -314,28 +314,21 @@ def _tensors(path: Path) -> list[dict[str, Any]]:
     parts = value if isinstance(value, list | tuple) else [value]
     if not all(isinstance(part, Mapping) for part in parts):
         raise ValueError(f"{path} holds no dict of tensors; save dict(batch) or vars(experience)")
-    made = [
-        {
+    for part in parts:
+        columns = {
             name: column
             for name, column in part.items()
             if name in _KNOWN
             and (column.dim() if isinstance(column, Tensor) else isinstance(column, list | tuple))
         }
-        for part in parts
-    ]
-    for columns in made:
         sizes = {name: len(column) for name, column in columns.items()}
         if len({*sizes.values()}) > 1:
             raise ValueError(f"{path} has columns with different numbers of rows: {sizes}")
-    return made
-
-
-def _rows_of_tensors(columns: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    for values in zip(*columns.values(), strict=True):
-        yield {
-            name: value.tolist() if isinstance(value, Tensor) else value
-            for name, value in zip(columns, values, strict=True)
-        }
+        for values in zip(*columns.values(), strict=True):
+            yield {
+                name: value.tolist() if isinstance(value, Tensor) else value
+                for name, value in zip(columns, values, strict=True)
+            }
 
 
 def _of_record(record: Mapping[str, Any], place: str, padding: Padding, step: int) -> Row:

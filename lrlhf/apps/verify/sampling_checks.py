@@ -16,7 +16,6 @@ from lrlhf.apps.verify.answers import Answer, Verdict
 from lrlhf.apps.verify.candidate_weights import Candidate
 from lrlhf.apps.verify.rollout_rows import Row
 from lrlhf.rollout import Sampling
-from lrlhf.statistics.intervals import mean_interval
 
 _NOISE = 2 * math.sqrt(2)
 """Root mean square difference that is sound, in errors of the measured size: both sides round (√2),
@@ -292,32 +291,12 @@ def check_weights(evidence: Evidence) -> list[Answer]:
         }[kind]
         figures = {"rms": error, "rounding": evidence.rounding, "responses": len(members)}
         answers.append(Answer("weights", verdict, text, figures, [row.place for row, _ in members]))
-    return [*answers, *_rivals(evidence)]
+    return answers
 
 
 def _has_versions(row: Row) -> bool:
     versions = row.tokens.get("versions")
     return versions is not None and len({*versions[row.written].tolist()}) > 1
-
-
-def _rivals(evidence: Evidence) -> Iterator[Answer]:
-    """Compare the expected weights with others that rounding does not tell apart from them."""
-    expected = evidence.expected
-    pairs = zip(evidence.columns["sampling"], evidence.fits["sampling"], strict=True)
-    columns = [c for c, fit in pairs if fit.kind == "plain" and fit.weights is expected]
-    for rival in evidence.candidates[1:]:
-        gains = []
-        for column in columns:
-            other, own = (_rms(evidence.gap(each, column)) for each in (rival, expected))
-            if other <= column.bound:
-                gains.append(own**2 - other**2)
-        interval = mean_interval(gains, confidence=1 - _LEVEL)
-        if interval.low > 0:
-            text = f"{rival.name} fits better than {expected.name} by more than chance"
-            yield Answer("weights", "fault", text, {"gain": interval.mean})
-        elif gains and not interval.high < 0:
-            text = f"{rival.name} fits {len(gains):,} responses too: closer to {expected.name} than"
-            yield Answer("weights", "sound", f"{text} rounding")
 
 
 class _Tokens(NamedTuple):
@@ -423,7 +402,7 @@ def _sampled_at(evidence: Evidence) -> float | None:
 
 def check_ratio(evidence: Evidence) -> list[Answer]:
     """Look for a factor of temperature, top-p, top-k or min-p between sampling and training."""
-    answers = [*_factors(evidence, "sampling"), *_factors(evidence, "old"), *_mean_ratio(evidence)]
+    answers = [*_factors(evidence, "sampling"), *_factors(evidence, "old")]
     kinds = {fit.kind for fit in evidence.fits["sampling"]}
     tokens = _tokens(evidence, evidence.expected)
     cut = tokens.cut_p_value < _LEVEL
@@ -511,28 +490,3 @@ def _kept_by(
             if float(low.max()) < float(high.min()):
                 kept = f"{name} between {low.max():.3g} and {high.min():.3g}"
     return kept, float(mass.mean())
-
-
-def _mean_ratio(evidence: Evidence) -> list[Answer]:
-    """Test the mean of the ratio, which is 1 where nothing was cut off, whatever the weights."""
-    gaps = [
-        (row.tokens["old"] - row.tokens["sampling"])[row.written]
-        for row in evidence.rows
-        if "old" in row.tokens and "sampling" in row.tokens
-    ]
-    gaps = [gap[gap.isfinite()] for gap in gaps if gap.isfinite().any()]
-    if len(gaps) < 2:
-        return []
-    interval = mean_interval([float(gap.exp().mean()) for gap in gaps], confidence=1 - _LEVEL)
-    size, excess = float(np.mean([_rms(gap) for gap in gaps])), torch.cat(gaps).exp() - 1
-    figures = {"mean_ratio": interval.mean, "low": interval.low, "high": interval.high, "rms": size}
-    # a ratio of other weights goes up as far as down, though seldom; of fewer tokens only down
-    above, below = (float((sign * excess).clamp(min=0).sum()) for sign in (1, -1))
-    if interval.high < 1 and above < below / 10:
-        text = (
-            f"the ratio of trainer to engine is {interval.mean:.3f} on average ({interval.low:.3f} "
-            f"to {interval.high:.3f}) and not 1: the engine renormalised over fewer tokens"
-        )
-        return [Answer("ratio", "fault", text, figures)]
-    text = f"trainer and engine are {size:.2g} nats apart, and their ratio is {interval.mean:.4f}"
-    return [Answer("ratio", "sound", f"{text} on average", figures)]

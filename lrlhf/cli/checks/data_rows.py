@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lrlhf.cli.checks.models import TrainedModel
-from lrlhf.cli.config_entries import class_of, is_a, is_lrlhf, options_of
+from lrlhf.cli.config_entries import class_of, is_a, is_lrlhf, options_of, reward_entries
 from lrlhf.datamodules import HubSource, Source, TextDataModule, Weighted
 from lrlhf.datamodules.core import HasTexts
 from lrlhf.datamodules.loading.sources import resolve_source
@@ -246,8 +246,7 @@ def _needed_columns(rewards: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Go through the columns that reward functions need, each with who needs it."""
     if rewards.get("recipe"):
         yield str(rewards["label_column"]), "recipe"
-    functions = rewards.get("functions") or []
-    for entry in functions.values() if isinstance(functions, Mapping) else functions:
+    for entry in reward_entries(rewards).values():
         name = str(entry["class_path"] if isinstance(entry, Mapping) else entry)
         function = _function(entry, name)
         if function is None:
@@ -318,10 +317,9 @@ def check_reward_templates(model: Any, seen: CheckedRows) -> None:
     rewards = options_of(model).get("rewards")
     if not is_lrlhf(rewards):
         return
-    functions = options_of(rewards).get("functions") or []
     rows = [row for split in seen.splits for row in split.rows]
     chats = any(isinstance(row, PromptRow) and not isinstance(row.prompt, str) for row in rows)
-    for entry in functions.values() if isinstance(functions, Mapping) else functions:
+    for entry in reward_entries(rewards).values():
         if is_a(entry, GenerativeReward):
             _check_template(entry, "its questions are chats", open_turn=True)
         elif chats and (is_a(entry, LearnedReward) or is_a(entry, ProcessReward)):

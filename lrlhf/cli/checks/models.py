@@ -12,7 +12,15 @@ from typing import Any
 import psutil
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from lrlhf.cli.config_entries import class_of, is_a, is_lrlhf, options_of, processes, spec_of
+from lrlhf.cli.config_entries import (
+    class_of,
+    is_a,
+    is_lrlhf,
+    options_of,
+    processes,
+    reward_entries,
+    spec_of,
+)
 from lrlhf.media import MediaProcessor
 from lrlhf.models import (
     CausalLM,
@@ -165,8 +173,7 @@ def _unconverted(source: str) -> Path | None:
 def _reward_sources(options: Mapping[str, Any]) -> Iterator[str]:
     if not is_lrlhf(options.get("rewards")):
         return
-    functions = options_of(options["rewards"]).get("functions") or []
-    for entry in functions.values() if isinstance(functions, Mapping) else functions:
+    for entry in reward_entries(options["rewards"]).values():
         if isinstance(entry, Mapping) and is_lrlhf(entry):
             source = options_of(entry).get("source")
             if isinstance(source, str):

@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import lightning as L
 from PIL import Image
@@ -14,29 +14,10 @@ from PIL import Image
 import lrlhf.datamodules
 from lrlhf.callbacks import KLControl
 from lrlhf.callbacks.kl_control import NOTHING_TO_ADAPT
-from lrlhf.cli.checks.data_rows import (
-    CheckedRows,
-    check_environment_columns,
-    check_reward_columns,
-    check_reward_templates,
-    check_rows,
-    check_sources,
-    shown_rows,
-    try_rewards,
-)
+from lrlhf.cli.checks import data_rows, trainer_options
+from lrlhf.cli.checks.config_objects import ConfigObjects
+from lrlhf.cli.checks.data_rows import CheckedRows
 from lrlhf.cli.checks.models import TrainedModel, check_built, check_main_memory, check_models
-from lrlhf.cli.checks.trainer_options import (
-    check_accelerator,
-    check_devices,
-    check_folders,
-    check_hub,
-    check_length,
-    check_loggers,
-    check_replaced,
-    check_strategy,
-    check_wandb,
-    entries_of,
-)
 from lrlhf.cli.config_entries import (
     class_of,
     has_batch_plan,
@@ -66,27 +47,8 @@ logger = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
 
 
-class Parts(Protocol):
-    """Makes the parts of a run that load nothing; raises `RefusedError` where one refuses."""
-
-    def data(self) -> L.LightningDataModule:
-        """Make the data module."""
-
-    def of_trainer(self) -> None:
-        """Make callbacks and loggers."""
-
-    def rewards(self) -> Rewards | None:
-        """Make the rewards where that costs nothing."""
-
-    def reward_functions(self) -> tuple[dict[str, Any], list[str]]:
-        """Make reward functions that load nothing, by name, and name the others."""
-
-    def settings(self) -> PolicySettings | None:
-        """Make the groups of options of the module, and complete those of a policy."""
-
-
 def check_run(
-    sections: dict[str, Any], parts: Parts, *, trains: bool, show: int = 0
+    sections: dict[str, Any], parts: ConfigObjects, *, trains: bool, show: int = 0
 ) -> Iterator[str]:
     """Check what is known of a run before weights are loaded.
 
@@ -107,18 +69,24 @@ def check_run(
         RefusedError: A class refuses its options.
     """
     model, data, trainer = sections["model"], sections.get("data"), sections["trainer"]
-    for check in (check_strategy, check_accelerator, check_devices, check_loggers, check_wandb):
+    for check in (
+        trainer_options.check_strategy,
+        trainer_options.check_accelerator,
+        trainer_options.check_devices,
+        trainer_options.check_loggers,
+        trainer_options.check_wandb,
+    ):
         _tried(check, trainer)
-    _tried(check_folders, trainer)
+    _tried(trainer_options.check_folders, trainer)
     if trains:
-        _tried(check_hub, trainer)
-        _tried(check_length, trainer)
-        _tried(check_replaced, trainer, model)
+        _tried(trainer_options.check_hub, trainer)
+        _tried(trainer_options.check_length, trainer)
+        _tried(trainer_options.check_replaced, trainer, model)
         _tried(check_pretraining_texts, model, data)
     _tried(check_batches, model, data)
     ranks = _tried(processes, trainer)
     _tried(check_engine, model, ranks)
-    _tried(check_sources, data)
+    _tried(data_rows.check_sources, data)
     plan = _tried(check_sizes, model, data, ranks) if trains and ranks else None
     yield from _tried(_of_length, trainer, ranks) or ()
     yield from _of_batches(plan)
@@ -138,31 +106,33 @@ def check_run(
             f"({trained.config.model_type}, {trained.context or 'any number of'} tokens)"
         )
     vocabulary = _tried(check_built, trained)
-    seen = _tried(check_rows, data, model, trained, vocabulary, parts.data)
+    seen = _tried(data_rows.check_rows, data, model, trained, vocabulary, parts.data)
     if seen is not None:
         yield from _of_rows(seen)
         if trains and ranks:
             _tried(check_rows_per_batch, data, seen.train, ranks.number or 1)
             _tried(check_interval, trainer, data, seen.train, ranks.number or 1)
         processor = None if trained is None else trained.processor()
-        _tried(check_environment_columns, model, seen.columns, processor is not None)
-        read = _tried(check_reward_columns, model, seen.columns, processor is not None)
+        _tried(data_rows.check_environment_columns, model, seen.columns, processor is not None)
+        read = _tried(data_rows.check_reward_columns, model, seen.columns, processor is not None)
         if read is not None:
             yield f"rewards  read {', '.join(read) or 'no column'}"
         _tried(check_observations, settings, seen)
-        _tried(check_reward_templates, model, seen)
+        _tried(data_rows.check_reward_templates, model, seen)
         yield from _tried(_of_rewards, parts, seen, settings if trains else None) or ()
-        yield from _tried(shown_rows, seen, trained, show) or ()
+        yield from _tried(data_rows.shown_rows, seen, trained, show) or ()
         yield from _tried(_of_turns, model, data, seen, processor) or ()
     if lengths := trained and _tried(check_context, settings, data, trained, seen):
         yield f"lengths  {lengths}"
 
 
-def _of_rewards(parts: Parts, seen: CheckedRows, settings: PolicySettings | None) -> list[str]:
+def _of_rewards(
+    parts: ConfigObjects, seen: CheckedRows, settings: PolicySettings | None
+) -> list[str]:
     if settings is None or settings.episodes is not None:
         return []
     functions, others = parts.reward_functions()
-    others = [*try_rewards(functions, seen, max(2, settings.num_generations)), *others]
+    others = [*data_rows.try_rewards(functions, seen, max(2, settings.num_generations)), *others]
     return [f"rewards  not called on made responses: {', '.join(others)}"] if others else []
 
 
@@ -322,7 +292,7 @@ def check_kl_control(trainer: Mapping[str, Any], settings: PolicySettings | None
     """Refuse to adapt the coefficient of a KL penalty that is not there."""
     if settings is None:
         return
-    for entry in entries_of(trainer["callbacks"]):
+    for entry in trainer_options.entries_of(trainer["callbacks"]):
         adapts = is_a(entry, KLControl) and options_of(entry).get("mode") != "fixed"
         if adapts and settings.kl_coef == 0:
             raise MistakeError(
@@ -416,7 +386,10 @@ def check_interval(
 
 
 def check_context(
-    settings: PolicySettings | None, data: Any, trained: TrainedModel, seen: CheckedRows | None
+    settings: PolicySettings | None,
+    data: Any,
+    trained: TrainedModel,
+    seen: CheckedRows | None,
 ) -> str:
     """Refuse texts that are longer than what the model was made for.
 

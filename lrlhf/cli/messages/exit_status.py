@@ -23,13 +23,7 @@ from lrlhf.options.errors import ConfigError, MistakeError, RefusedError, UserEr
 from lrlhf.options.errors import say_error as _end
 from lrlhf.rewards import RewardError
 from lrlhf.rewards.function import MissingColumnError
-from lrlhf.run.quiet_output import (
-    DropNoise,
-    ignore_needless_warnings,
-    noisy_handlers,
-    our_handler,
-    our_level,
-)
+from lrlhf.run import quiet_output
 from lrlhf.run.supervision.signals import Terminated, checkpoint_to_continue
 
 _PATHS = (
@@ -225,19 +219,19 @@ def configure_output(*, debug: bool) -> None:
     With ``debug`` other libraries are left alone, and our debug messages of every rank are shown.
     """
     package_logger = logging.getLogger("lrlhf")
-    package_logger.handlers = [our_handler(debug=debug)]
-    package_logger.setLevel(logging.DEBUG if debug else our_level())
+    package_logger.handlers = [quiet_output.our_handler(debug=debug)]
+    package_logger.setLevel(logging.DEBUG if debug else quiet_output.our_level())
     if not debug:
         _quieten_others()
 
 
 def _quieten_others() -> None:
-    for handler in noisy_handlers():
-        handler.addFilter(DropNoise())
+    for handler in quiet_output.noisy_handlers():
+        handler.addFilter(quiet_output.DropNoise())
     # it writes to standard output, where a printed config is to be nothing else
-    logging.getLogger("DeepSpeed").addFilter(DropNoise())
+    logging.getLogger("DeepSpeed").addFilter(quiet_output.DropNoise())
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     enable_progress_bars()  # the line above also hides downloads, which a person waits for
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
-    ignore_needless_warnings()
+    quiet_output.ignore_needless_warnings()

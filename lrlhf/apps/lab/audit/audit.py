@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 import statistics
-import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,19 +12,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lrlhf.apps.lab.audit.findings import (
-    SEVERITIES,
-    FaultKind,
-    Finding,
-    FlaggedRow,
-    Measure,
-    Severity,
-)
-from lrlhf.apps.lab.audit.label_noise import label_noise
+from rich.console import Console
+
+from lrlhf.apps.lab.audit.findings import SEVERITIES, FaultKind, Finding, FlaggedRow, Measure
 from lrlhf.apps.lab.audit.repeated_rows import IDENTICAL, repeated_rows
 from lrlhf.apps.lab.audit.rows import AuditedData, AuditedRow, read_data
 from lrlhf.apps.lab.audit.text_faults import languages, text_faults
-from lrlhf.apps.lab.page import Number, Section, Table, Text, write_page
+from lrlhf.apps.lab.page import Cell, Chart, Number, Section, Table, Text, print_page, write_page
 from lrlhf.datamodules.core import RowDataModule
 from lrlhf.media import MediaError, media_name
 from lrlhf.media.decode import check_image
@@ -77,10 +71,12 @@ def biases(rows: Sequence[AuditedRow]) -> tuple[list[Finding], list[Measure]]:
             share = Measure(f"{preferred} (share)", count / of, low, high, of, "pairs", uncounted)
             measures.append(share)
         if of and not low <= 0.5 <= high and abs(count / of - 0.5) >= _NOTED:
-            severity: Severity = "warning" if abs(count / of - 0.5) >= _GRAVE else "note"
             where = f"In {count / of:.1%} of {of:,} pairs ({low:.1%} to {high:.1%})"
             summary = f"{where} the {preferred.replace('preferred', 'is preferred')}. {meaning}"
-            findings.append(Finding(name, severity, count, of, summary, remedy, ()))
+            grave = abs(count / of - 0.5) >= _GRAVE
+            findings.append(
+                Finding(name, "warning" if grave else "note", count, of, summary, remedy, ())
+            )
     return findings, measures
 
 
@@ -137,7 +133,8 @@ def media_faults(data: AuditedData) -> list[Finding]:
         if isinstance(problem, MediaError)
     ]
     with ThreadPoolExecutor(_THREADS) as pool:
-        flagged = [each for faults in pool.map(_look_at, showing) for each in faults]
+        looked_at = pool.map(lambda row: [*_faults(row)], showing)
+        flagged = [each for faults in looked_at for each in faults]
     flagged += [(UNREADABLE, row) for row in unreadable]
     of = len(showing) + len(unreadable)
     return [
@@ -145,10 +142,6 @@ def media_faults(data: AuditedData) -> list[Finding]:
         for kind in (UNREADABLE, TINY, HUGE)
         for finding in kind.findings_of((row for own, row in flagged if own is kind), of)
     ]
-
-
-def _look_at(row: AuditedRow) -> list[tuple[FaultKind, FlaggedRow]]:
-    return list(_faults(row))
 
 
 def _faults(row: AuditedRow) -> Iterator[tuple[FaultKind, FlaggedRow]]:
@@ -187,7 +180,6 @@ def audit(
     *,
     context: int | None = None,
     new_tokens: int = 0,
-    with_label_noise: bool = False,
 ) -> Audit:
     """Look for faults in the training and validation data of a run.
 
@@ -200,11 +192,9 @@ def audit(
             ``tokenizer``.
         context: Tokens that the model was made for; None: not known.
         new_tokens: Room that the run leaves for the response to a prompt.
-        with_label_noise: Also fit reward models to look for wrong labels, which takes far longer.
 
     Raises:
         BadDataError: A source cannot be read, or the data makes no sense as a whole.
-        ImportError: ``with_label_noise`` needs scikit-learn.
         ValueError: The data module is of another kind, or has no tokenizer.
     """
     read = read_data(data, trainer)
@@ -220,8 +210,6 @@ def audit(
         looks.append(languages)
     else:
         measures.append(Measure("languages", "not looked at: pip install 'lrlhf[audit]'"))
-    if with_label_noise and read.is_pairs:
-        looks.append(label_noise)
     for look in looks:
         detected, measured = look(read.rows)
         findings += detected
@@ -257,13 +245,16 @@ def _left_out(data: AuditedData) -> list[Finding]:
     return findings
 
 
-_IN_TEXT, _ON_PAGE = 3, 200
-_WIDTH = 100
+_ROWS, _WIDTH = 200, 100
+"""Rows of a finding that are listed at most; letters of a line on a terminal."""
+_COLUMNS = ("data", "row", "what is seen")
 
 
 def as_text(audit: Audit) -> str:
     """Return the audit as lines for a terminal, with the first rows of each finding."""
-    return "\n".join(_lines(audit))
+    file = io.StringIO()
+    print_page(_sections(audit), Console(file=file, width=_WIDTH, highlight=False))
+    return file.getvalue()
 
 
 def as_json(audit: Audit) -> dict[str, Any]:
@@ -291,88 +282,40 @@ def as_page(audit: Audit, path: str | Path, title: str) -> Path:
         path: The ``.html`` file.
         title: Of the page.
     """
-    counts: list[list[Any]] = [
+    return write_page(path, title, _sections(audit))
+
+
+def _sections(audit: Audit) -> list[Section]:
+    counts: list[list[Cell]] = [
         [split, of, audit.usable[split]] for split, of in audit.totals.items()
     ]
-    measures: list[list[Any]] = [
+    figures: list[list[Cell]] = [
         [each.name, each.value, each.low, each.high, each.of, each.unit, each.uncounted]
         for each in audit.measures
     ]
-    overview = Section(
-        "Overview",
-        [
-            Table(["data", "rows", "usable"], counts),
-            Table(
-                ["severity", "finding", "rows", "of", "share"],
-                [
-                    [f.severity, f.name, f.count, f.of, Number(f.share, f"{f.share:.2%}")]
-                    for f in audit.findings
-                ],
-                title="Findings",
-                note="" if audit.findings else "Nothing was found.",
-            ),
-            Table(
-                ["figure", "value", "95 % from", "to", "of", "what", "not counted"],
-                measures,
-                title="Figures",
-            ),
-        ],
-    )
-    return write_page(path, title, [overview, *map(_section, audit.findings)])
+    findings: list[list[Cell]] = [
+        [f.severity, f.name, f.count, f.of, Number(f.share, f"{f.share:.2%}")]
+        for f in audit.findings
+    ]
+    columns = ["figure", "value", "95 % from", "to", "of", "what", "not counted"]
+    overview: list[Text | Table | Chart] = [
+        Table(["data", "rows", "usable"], counts),
+        Table(columns, figures, title="Figures"),
+        Table(["severity", "finding", "rows", "of", "share"], findings, title="Findings"),
+        *([] if findings else [Text("Nothing was found.")]),
+    ]
+    return [Section("Overview", overview), *map(_section, audit.findings)]
 
 
 def _section(finding: Finding) -> Section:
-    shown = finding.rows[:_ON_PAGE]
-    parts: list[Text | Table] = [
-        Text(f"{finding.severity}, {_how_many(finding)}. {finding.meaning}"),
-        Text(f"What to do: {finding.remedy}"),
-    ]
-    if shown:
-        more = len(finding.rows) - len(shown)
-        parts.append(
-            Table(
-                ["data", "row", "what is seen"],
-                [[row.split, row.place, row.detail] for row in shown],
-                note=f"{more:,} more are in the JSON report." if more else "",
-            )
-        )
-    return Section(finding.name, parts)
-
-
-def _lines(audit: Audit) -> Iterator[str]:
-    for split, total in audit.totals.items():
-        yield f"{split:<10} {total:,} rows, {audit.usable[split]:,} can be used"
-    yield ""
-    for measure in audit.measures:
-        yield _line(measure)
-    yield ""
-    if not audit.findings:
-        yield "nothing was found"
-    for finding in audit.findings:
-        yield f"{finding.severity}: {finding.name}: {_how_many(finding)}"
-        for text in (finding.meaning, f"What to do: {finding.remedy}"):
-            yield from textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="  ")
-        for row in finding.rows[:_IN_TEXT]:
-            yield f"    {row.place}: {_short(row.detail)}"
-        more = len(finding.rows) - _IN_TEXT
-        if more > 0:
-            yield f"    and {more:,} more (--json and --html list them)"
-
-
-def _line(measure: Measure) -> str:
-    value = measure.value if isinstance(measure.value, str) else f"{measure.value:,.4g}"
-    interval = f" ({measure.low:.3g} to {measure.high:.3g})" if measure.low is not None else ""
-    of = "" if measure.of is None else f", of {measure.of:,}"
-    if measure.unit:
-        of = f" in {measure.of:,} {measure.unit}"
-    left_out = f"; not counted: {measure.uncounted}" if measure.uncounted else ""
-    return f"{measure.name}: {value}{interval}{of}{left_out}"
-
-
-def _how_many(finding: Finding) -> str:
-    return f"{finding.count:,} of {finding.of:,} ({finding.share:.2%})"
-
-
-def _short(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= _WIDTH else f"{line[:_WIDTH]}…"
+    shown = [[row.split, row.place, row.detail] for row in finding.rows[:_ROWS]]
+    more = len(finding.rows) - len(shown)
+    note = f"{more:,} more are in the JSON report." if more else ""
+    return Section(
+        finding.name,
+        [
+            Text(f"{finding.severity}. {finding.meaning}"),
+            Text(f"What to do: {finding.remedy}"),
+            *([Table(_COLUMNS, shown, note=note, to_read=True)] if shown else []),
+        ],
+    )

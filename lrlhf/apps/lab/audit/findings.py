@@ -37,7 +37,7 @@ class Finding:
     meaning: str
     remedy: str
     rows: Sequence[FlaggedRow]
-    """All of them, in the order of the data or the worst first; none of a bias."""
+    """All of them, in the order of the data; none of a bias."""
 
     @property
     def share(self) -> float:
@@ -59,22 +59,19 @@ class FaultKind(NamedTuple):
     meaning: str
     remedy: str
 
-    def findings_of(
-        self, rows: Iterable[FlaggedRow], of: int, *, ranked: bool = False
-    ) -> list[Finding]:
+    def findings_of(self, rows: Iterable[FlaggedRow], of: int) -> list[Finding]:
         """Return the finding, or nothing where no row has the fault.
 
         Args:
             rows: The rows that have it; one that is named twice counts once.
             of: Rows that could have had it.
-            ranked: Leave the rows in the order in which they are given, the worst first.
         """
         first: dict[tuple[str, str], FlaggedRow] = {}
         for row in rows:
             first.setdefault((row.split, row.place), row)
         if not first:
             return []
-        ordered = list(first.values()) if ranked else sorted(first.values(), key=_place)
+        ordered = sorted(first.values(), key=_place)
         return [
             Finding(self.name, self.severity, len(first), of, self.meaning, self.remedy, ordered)
         ]

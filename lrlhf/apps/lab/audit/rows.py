@@ -33,6 +33,9 @@ from lrlhf.rewards.function import content_text
 from lrlhf.types import Message
 
 Parser = PreferenceParser | PromptParser | SupervisedParser
+Turn = tuple[str, str]
+"""Role and content."""
+Turns = list[Turn]
 _UNORDERED = ("candidate0", "candidate1", *media_columns("_0"), *media_columns("_1"))
 
 
@@ -173,7 +176,7 @@ def read_data(data: RowDataModule[Any, Any], trainer: object) -> AuditedData:
 class _Contents(ChatFormat):
     """Writes what was said, without roles and marks, and remembers the turns."""
 
-    seen: list[list[tuple[str, str]]] = field(default_factory=list)
+    seen: list[Turns] = field(default_factory=list)
 
     def render(self, messages: Sequence[Message], row: Row, *, prompt: bool) -> str:
         del row, prompt
@@ -201,15 +204,8 @@ def _content(message: Message) -> str:
     return content_text(content) + (f"\n{calls}" if calls else "") + ("\n<media>" * shows)
 
 
-class _Draft(NamedTuple):
-    """A parsed row, and what the audit keeps of it."""
-
-    parsed: Any
-    row: AuditedRow
-
-
-class _Loaded(NamedTuple):
-    """The same of a row that was tokenised."""
+class _Kept(NamedTuple):
+    """A row as the data module has it, parsed or tokenised, and what the audit keeps of it."""
 
     value: Any
     row: AuditedRow
@@ -221,7 +217,7 @@ def _audited_kind(kind: RowKind[Any, Any, Any], parser: Parser) -> RowKind[Any, 
     plain = replace(parser, chat=contents)
     specials = _specials(parser)
 
-    def parse(row: Row, folder: Path | None) -> _Draft:
+    def parse(row: Row, folder: Path | None) -> _Kept:
         contents.seen.clear()
         parsed_plain = plain(row, folder)
         # without turns the chat format had no part in it
@@ -238,42 +234,39 @@ def _audited_kind(kind: RowKind[Any, Any, Any], parser: Parser) -> RowKind[Any, 
         prompt = row.get(column) if read else None
         if isinstance(prompt, str) and not prompt.strip():
             own = replace(own, blank=f"column {column!r}")
-        return _Draft(parsed, own)
+        return _Kept(parsed, own)
 
-    def finish(drafts: Sequence[_Draft]) -> list[_Loaded | BadRow]:
+    def finish(drafts: Sequence[_Kept]) -> list[_Kept | BadRow]:
         assert kind.finish is not None
-        finished = kind.finish([draft.parsed for draft in drafts])
+        finished = kind.finish([draft.value for draft in drafts])
         return [
             value
             if isinstance(value, BadRow)
-            else _Loaded(value, _counted(draft.row, value, specials, tuple(kind.keys(value))))
+            else _Kept(value, _counted(draft.row, value, specials, tuple(kind.keys(value))))
             for draft, value in zip(drafts, finished, strict=True)
         ]
 
-    def check(split: Split[_Loaded], what: str) -> Split[AuditedRow]:
-        checked = kind.check(
-            replace(split, rows=[_of(row, row.value.value) for row in split.rows]), what
-        )
-        places = {row.place for row in checked.rows}
-        rows = [row for row in split.rows if row.place in places]
-        own = [_of(row, replace(row.value.row, place=row.place)) for row in rows]
+    def check(split: Split[_Kept], what: str) -> Split[AuditedRow]:
+        plain_rows = [Located(row.component, row.place, row.value.value) for row in split.rows]
+        places = {row.place for row in kind.check(replace(split, rows=plain_rows), what).rows}
+        own = [
+            Located(row.component, row.place, replace(row.value.row, place=row.place))
+            for row in split.rows
+            if row.place in places
+        ]
         return Split(split.components, own, split.columns)
 
     return replace(
         kind,
-        reached=lambda draft: draft.parsed.reached,
+        reached=lambda draft: draft.value.reached,
         parse=parse,
         finish=finish,
         check=check,
         keys=lambda row: row.keys,
-        texts=lambda draft: kind.texts(draft.parsed),
+        texts=lambda draft: kind.texts(draft.value),
         notes=lambda _: (),  # an audit has findings of its own
         placed=lambda row, _: row,
     )
-
-
-def _of(row: Located[Any], value: Any) -> Located[Any]:
-    return Located(row.component, row.place, value)
 
 
 def _specials(parser: Parser) -> dict[int, str]:
@@ -307,67 +300,64 @@ def _doubled(ids: NDArray[np.int32], specials: Mapping[int, str]) -> str:
     return specials[min(again)] if again else ""
 
 
-def _of_pair(row: Row, draft: PairDraft, seen: Sequence[list[tuple[str, str]]]) -> AuditedRow:
+def _of_pair(row: Row, draft: PairDraft, seen: Sequence[Turns]) -> AuditedRow:
     pair, prompt = draft.pair, draft.pair.prompt.text
     turns = list(seen[-2:])  # before them comes the prompt alone
     if not turns and is_transcript(prompt):
         turns = [_transcript(text.text) for text in pair.candidates]
-    prompts = [content for role, content in (turns[0] if turns else ()) if role == "user"]
     return AuditedRow(
         prompt=prompt,
-        question=prompts[-1] if prompts else prompt if not turns else "",
         answers=tuple(text.text.removeprefix(prompt) for text in pair.candidates),
         labels=draft.labels,
         unordered=any(name in row for name in _UNORDERED),
-        roles=tuple(tuple(role for role, _ in turn) for turn in turns),
-        blank=_blank(turns),
         refs=pair.refs,
         context=_context(pair.prompt_refs),
+        **_spoken(turns, turns[0] if turns else (), prompt),
     )
 
 
-def _of_prompt(draft: PromptDraft, seen: Sequence[list[tuple[str, str]]]) -> AuditedRow:
+def _of_prompt(draft: PromptDraft, seen: Sequence[Turns]) -> AuditedRow:
     text, turns = draft.text.text, list(seen)
     if not turns and is_transcript(text):
         turns = [_transcript(text.removesuffix(ASSISTANT))]
-    prompts = [content for role, content in (turns[0] if turns else ()) if role == "user"]
     return AuditedRow(
         prompt=text,
-        question=prompts[-1] if prompts else text,
-        roles=tuple(tuple(role for role, _ in turn) for turn in turns),
-        blank=_blank(turns),
         refs=(draft.refs,),
         context=_context(draft.refs),
+        **_spoken(turns, turns[0] if turns else (), text),
     )
 
 
-def _of_text(draft: SupervisedDraft, seen: Sequence[list[tuple[str, str]]]) -> AuditedRow:
+def _of_text(draft: SupervisedDraft, seen: Sequence[Turns]) -> AuditedRow:
     turns = seen[0] if seen else []  # behind them comes the prompt alone
     first = next((i for i, (role, _) in enumerate(turns) if role == "assistant"), len(turns))
     if turns:
         prompt = "".join(f"{content}\n\n" for _, content in turns[:first])
     else:
         prompt = draft.prompt.text if draft.prompt is not None else ""
-    prompts = [content for role, content in turns[:first] if role == "user"]
     return AuditedRow(
         prompt=prompt,
-        question=prompts[-1] if prompts else prompt if not turns else "",
         answers=(draft.text.text.removeprefix(prompt),),
-        roles=(tuple(role for role, _ in turns),) if turns else (),
-        blank=_blank([turns]),
         refs=(draft.refs,),
         context=_context(draft.refs),
+        **_spoken([turns] if turns else [], turns[:first], prompt),
     )
+
+
+def _spoken(conversations: Sequence[Turns], opening: Sequence[Turn], prompt: str) -> dict[str, Any]:
+    """Return the question, the roles and what is blank, of the turns of a row if it has any."""
+    questions = [content for role, content in opening if role == "user"]
+    blank = [role for turns in conversations for role, content in turns if not content.strip()]
+    return {
+        "question": questions[-1] if questions else "" if conversations else prompt,
+        "roles": tuple(tuple(role for role, _ in turns) for turns in conversations),
+        "blank": f"a turn of the {blank[0]}" if blank else "",
+    }
 
 
 def _context(refs: MediaRefs) -> str:
     return refs.key if refs else ""
 
 
-def _transcript(text: str) -> list[tuple[str, str]]:
+def _transcript(text: str) -> Turns:
     return [(str(turn["role"]), str(turn["content"])) for turn in transcript_messages(text)]
-
-
-def _blank(conversations: Sequence[list[tuple[str, str]]]) -> str:
-    blank = [role for turns in conversations for role, content in turns if not content.strip()]
-    return f"a turn of the {blank[0]}" if blank else ""

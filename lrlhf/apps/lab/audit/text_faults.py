@@ -9,6 +9,7 @@ from functools import cache
 from heapq import nsmallest
 from importlib import import_module
 from itertools import pairwise
+from typing import Any
 from zlib import crc32
 
 from transformers import PreTrainedTokenizerBase
@@ -248,8 +249,8 @@ _MOST_ROWS = 10_000
 _CERTAIN = 0.99
 _MAIN = 0.95
 """Share of one language from which on the others are rare."""
-
-Detector = Callable[[str], str | None]
+Spoken = tuple[AuditedRow, str | None, list[str | None]]
+"""A row, and the languages of its prompt and answers; None: uncertain."""
 
 
 def languages(rows: Sequence[AuditedRow]) -> tuple[list[Finding], list[Measure]]:
@@ -258,43 +259,34 @@ def languages(rows: Sequence[AuditedRow]) -> tuple[list[Finding], list[Measure]]
     Texts of fewer than 12 words, and those of which the detector is less than 99 % certain, as of
     code and formulas, count as of no language. Of more than 10,000 rows so many are looked at,
     drawn by a digest of their texts.
-
-    Raises:
-        ImportError: py3langid is not installed; says how to install it.
     """
-    language_of = detector()
     all_rows, rows = len(rows), nsmallest(_MOST_ROWS, rows, key=_drawn)
-    spoken: list[tuple[AuditedRow, str | None, list[str | None]]] = [
-        (row, language_of(row.prompt), [language_of(answer) for answer in row.answers])
-        for row in rows
+    spoken: list[Spoken] = [
+        (row, _language(row.prompt), [*map(_language, row.answers)]) for row in rows
     ]
     known = Counter(
         language for _, prompt, answers in spoken for language in {prompt, *answers} if language
     )
+    if not known:
+        return [], []
     listed = ", ".join(f"{name} {count:,}" for name, count in known.most_common(8))
     more = f" and {len(known) - 8} more" if len(known) > 8 else ""
     what = "languages (rows)" if len(rows) == all_rows else f"languages ({len(rows):,} rows drawn)"
-    measures = [Measure(what, listed + more, of=len(rows))] if known else []
-    findings = MIXED.findings_of(_rows_of_mixed_languages(spoken), len(rows))
-    if known and known.most_common(1)[0][1] >= _MAIN * known.total():
-        findings += RARE.findings_of(
-            _rows_of_rare_languages(spoken, known.most_common(1)[0][0]), len(rows)
-        )
-    return findings, measures
+    findings = MIXED.findings_of(_mixed(spoken), len(rows))
+    ((main, count),) = known.most_common(1)
+    if count >= _MAIN * known.total():
+        findings += RARE.findings_of(_not_in(main, spoken), len(rows))
+    return findings, [Measure(what, listed + more, of=len(rows))]
 
 
-def _rows_of_mixed_languages(
-    spoken: Sequence[tuple[AuditedRow, str | None, list[str | None]]],
-) -> Iterator[FlaggedRow]:
+def _mixed(spoken: Sequence[Spoken]) -> Iterator[FlaggedRow]:
     for row, prompt, answers in spoken:
         others = [answer for answer in answers if answer is not None and answer != prompt]
         if others and prompt is not None:
             yield FlaggedRow(row.split, row.place, f"prompt {prompt}, answer {others[0]}")
 
 
-def _rows_of_rare_languages(
-    spoken: Sequence[tuple[AuditedRow, str | None, list[str | None]]], main: str
-) -> Iterator[FlaggedRow]:
+def _not_in(main: str, spoken: Sequence[Spoken]) -> Iterator[FlaggedRow]:
     for row, prompt, answers in spoken:
         others = [each for each in (prompt, *answers) if each is not None and each != main]
         if others:
@@ -305,29 +297,15 @@ def _drawn(row: AuditedRow) -> int:
     return crc32("\n".join(row.texts).encode("utf-8", "surrogatepass"))
 
 
-def detector() -> Detector:
-    """Return what tells the language of a text, or None where that is uncertain.
-
-    Raises:
-        ImportError: py3langid is not installed; says how to install it.
-    """
-    identifier = _identifier()
-
-    def language_of(text: str) -> str | None:
-        if len(text.split()) < _MIN_WORDS and (text.isascii() or len(text) < 4 * _MIN_WORDS):
-            return None
-        name, certainty = identifier.classify(text[-_LETTERS:])
-        return str(name) if certainty >= _CERTAIN else None
-
-    return language_of
-
-
 @cache
-def _identifier():  # type: ignore[no-untyped-def]
-    try:
-        langid = import_module("py3langid.langid")
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            "telling languages needs py3langid: pip install 'lrlhf[audit]'"
-        ) from error
+def _identifier() -> Any:
+    langid = import_module("py3langid.langid")
     return langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)
+
+
+def _language(text: str) -> str | None:
+    """Tell the language of a text; None: it is uncertain."""
+    if len(text.split()) < _MIN_WORDS and (text.isascii() or len(text) < 4 * _MIN_WORDS):
+        return None
+    name, certainty = _identifier().classify(text[-_LETTERS:])
+    return str(name) if certainty >= _CERTAIN else None

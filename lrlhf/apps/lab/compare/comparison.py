@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lrlhf import statistics
 from lrlhf.apps.lab.compare.evaluations import (
     Groups,
     Key,
@@ -22,18 +23,7 @@ from lrlhf.apps.lab.compare.evaluations import (
     prompt_values,
     sizes_of,
 )
-from lrlhf.statistics import (
-    Estimate,
-    Variances,
-    Wins,
-    detectable_difference,
-    holm,
-    paired_difference,
-    prompts_needed,
-    seeds_needed,
-    variances,
-    wins,
-)
+from lrlhf.statistics import Estimate, Variances, Wins
 
 Match = Literal["auto", "row", "text"]
 _PROMPT = 2
@@ -98,22 +88,18 @@ def match(a: Side, b: Side, by: Match = "auto", sizes: Sequence[int] = ()) -> Ma
         raise ValueError(
             "not all evaluations say from which source and row a line is; match them by text"
         )
-    found = None
-    if placed and by != "text":
-        found = groups_by_row = [grouped(run.samples, by_row=True) for run in runs]
-        others = _different_texts(found)
-        if others and by == "auto":
-            found = None
-            by_text = [grouped(run.samples, by_row=False) for run in runs]
-            if not set.intersection(*map(set, by_text)):
-                shared = set.intersection(*map(set, groups_by_row))
-                raise ValueError(
-                    f"{a.name} and {b.name} have {len(shared)} rows of the same numbers, and on "
-                    f"{len(others)} of them another prompt (first {' '.join(others[0][-2:])}): "
-                    "they were evaluated on different data, or with different templates; --match "
-                    "row compares them nevertheless"
-                )
-    groups = found or [grouped(run.samples, by_row=False) for run in runs]
+    by_row = placed and by != "text"
+    groups = [grouped(run.samples, by_row=by_row) for run in runs]
+    if by_row and by == "auto" and (others := _different_texts(groups)):
+        by_row, rows = False, len(set.intersection(*map(set, groups)))
+        groups = [grouped(run.samples, by_row=False) for run in runs]
+        if not set.intersection(*map(set, groups)):
+            raise ValueError(
+                f"{a.name} and {b.name} have {rows} rows of the same numbers, and on "
+                f"{len(others)} of them another prompt (first {' '.join(others[0][-2:])}): they "
+                "were evaluated on different data, or with different templates; --match row "
+                "compares them nevertheless"
+            )
     common = set.intersection(*map(set, groups))
     if not common:
         raise ValueError(
@@ -125,7 +111,7 @@ def match(a: Side, b: Side, by: Match = "auto", sizes: Sequence[int] = ()) -> Ma
     }
     keys = sorted(common, key=_in_order)
     split = len(a.evaluations)
-    label = "row" if found else "text"
+    label = "row" if by_row else "text"
     return _matched(keys, groups[:split], groups[split:], label, unmatched, sizes)
 
 
@@ -319,7 +305,7 @@ def compare_sides(
     family = [row for row in rows.values() if row is not None]
     without = [one for one, row in rows.items() if row is None]
     empty = [*matched.missing, *(" of ".join(filter(None, one)) for one in without)]
-    adjusted = holm([row.difference.p_value for row in family])
+    adjusted = statistics.holm([row.difference.p_value for row in family])
     family = [row._replace(adjusted_p=p) for row, p in zip(family, adjusted, strict=True)]
     others = [row for row in family if not row.subset]
     subsets = [row for row in family if row.subset]
@@ -329,7 +315,7 @@ def compare_sides(
 
 def correct_for_several(comparisons: Sequence[RunComparison]) -> list[RunComparison]:
     """Correct the main p-values for as many sides as are compared with one (Holm)."""
-    adjusted = holm([comparison.main.difference.p_value for comparison in comparisons])
+    adjusted = statistics.holm([comparison.main.difference.p_value for comparison in comparisons])
     return [
         one._replace(main=one.main._replace(adjusted_p=p))
         for one, p in zip(comparisons, adjusted, strict=True)
@@ -372,7 +358,7 @@ def _row(metric: str, subset: str, matched: Matched, chosen: NDArray[np.bool_]) 
         return None
     means = (math.fsum(a.ravel()) / a.size, math.fsum(b.ravel()) / b.size)
     a, b = (_by_cluster(side, matched, there) for side in (a, b))
-    difference = paired_difference(a, b)
+    difference = statistics.paired_difference(a, b)
     gaps = ~np.isclose(a.mean(axis=0), b.mean(axis=0), rtol=1e-9, atol=0)
     return Row(
         metric=metric,
@@ -383,7 +369,7 @@ def _row(metric: str, subset: str, matched: Matched, chosen: NDArray[np.bool_]) 
         means=means,
         differing=int(gaps.sum()),
         difference=difference,
-        wins=wins(a, b),
+        wins=statistics.wins(a, b),
         adjusted_p=difference.p_value,
     )
 
@@ -439,8 +425,8 @@ def _power(matched: Matched, metric: str, differences: Sequence[float]) -> Power
     count, seeds = a.shape[1], (len(a), len(b))
     if count < 2:
         return None
-    spread = variances(a, b)
-    detectable = detectable_difference(spread, prompts=count, seeds=seeds)
+    spread = statistics.variances(a, b)
+    detectable = statistics.detectable_difference(spread, prompts=count, seeds=seeds)
     if not 0 < detectable < math.inf:
         return None
     if not differences:
@@ -451,8 +437,8 @@ def _power(matched: Matched, metric: str, differences: Sequence[float]) -> Power
     needs = [
         Need(
             size,
-            prompts_needed(spread, size, seeds=seeds),
-            seeds_needed(spread, size, prompts=count) if several else None,
+            statistics.prompts_needed(spread, size, seeds=seeds),
+            statistics.seeds_needed(spread, size, prompts=count) if several else None,
         )
         for size in differences
     ]

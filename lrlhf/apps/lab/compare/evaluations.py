@@ -168,10 +168,8 @@ def read_evaluation(
         )
     if step == "best":
         evaluations = [_read(folder, one, path, temperature) for one, path in steps.items()]
-        means = [evaluation.mean(metric or main_metric(evaluation)) for evaluation in evaluations]
-        return evaluations[
-            max(range(len(evaluations)), key=lambda index: (_finite(means[index]), -index))
-        ]
+        # of equal ones the first
+        return max(evaluations, key=lambda each: _finite(each.mean(metric or main_metric(each))))
     number = list(steps)[-1] if step == "last" else int(step)
     if number not in steps:
         there = ", ".join(map(str, steps))

@@ -1,11 +1,13 @@
-"""A comparison as one HTML file."""
+"""A comparison as sections: on a terminal, or as one HTML file."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from rich.console import Console
 
 from lrlhf.apps.lab.compare import sentences
 from lrlhf.apps.lab.compare.comparison import Power, Row, RunComparison, scores_of
@@ -13,12 +15,11 @@ from lrlhf.apps.lab.compare.report import (
     ConfigDiff,
     Report,
     config_sentences,
-    cost_rows,
+    cost_table,
     family_note,
     notes,
 )
-from lrlhf.apps.lab.page import Chart, Section, Table, Text, write_page
-from lrlhf.apps.lab.page.page import Cell
+from lrlhf.apps.lab.page import Cell, Chart, Number, Section, Table, Text, print_page, write_page
 from lrlhf.statistics import power
 
 _PROMPTS = 100
@@ -28,8 +29,19 @@ _STEPS = 24
 Letters = tuple[str, str]
 
 
-def write_comparison(report: Report, path: Path, *, step: str = "last") -> Path:
-    """Write the report as a page.
+def print_report(report: Report, console: Console, *, step: str = "last") -> None:
+    """Write the report to a terminal; the first sentence is the answer.
+
+    Args:
+        report: What is told.
+        console: The terminal.
+        step: The evaluation that was asked for.
+    """
+    print_page([*_sections(report, step)], console)
+
+
+def write_comparison(report: Report, path: str | Path, *, step: str = "last") -> Path:
+    """Write the report as a page, which has the prompts too.
 
     Args:
         report: What is told.
@@ -39,46 +51,60 @@ def write_comparison(report: Report, path: Path, *, step: str = "last") -> Path:
     Raises:
         ImportError: plotly is not installed; says how to install it.
     """
+    answer, *sections = _sections(report, step)
+    prompts = [
+        Section(f"Prompts, {_title(letters)}", [_prompts(one, letters)])
+        for one, letters in zip(report.comparisons, report.letters, strict=True)
+    ]
+    return write_page(path, "Comparison of runs", [answer, *sections, *prompts])
+
+
+def _sections(report: Report, step: str) -> Iterator[Section]:
+    compared = [*zip(report.comparisons, report.letters, report.configs, strict=True)]
+    answers = [sentences.answer(one, *letters) for one, letters, _ in compared]
     sides = [
         f"{letter}: {', '.join(f'{run.folder} (step {run.step})' for run in side.evaluations)}"
         for letter, side in report.sides.items()
     ]
-    answers = [
-        sentences.answer(one, *letters)
-        for one, letters in zip(report.comparisons, report.letters, strict=True)
-    ]
-    texts = (*answers, *sides, *notes(report, step))
-    sections = [Section("Answer", [Text(text) for text in texts])]
-    for one, letters, diff in zip(report.comparisons, report.letters, report.configs, strict=True):
-        sections.append(Section(" against ".join(reversed(letters)), list(_parts(one, letters))))
-        sections.append(Section("Prompts", [_prompts(one, letters)]))
-        sections.append(Section("Config", list(_config(diff, letters))))
-    costs = cost_rows(report)
-    if len(costs[0]) > 1:
-        sections.append(Section("Cost", [Table(costs[0], costs[1:])]))
-    return write_page(path, "Comparison of runs", sections)
+    yield Section("Answer", [*map(Text, answers), Text(""), *map(Text, sides)])
+    for one, letters, diff in compared:
+        yield Section(_title(letters), [*_parts(one, letters), *_config(diff, letters)])
+    if remarks := [*map(Text, notes(report, step))]:
+        yield Section("Notes", remarks)
+    if (costs := cost_table(report)).rows:
+        yield Section("Cost", [costs])
+
+
+def _title(letters: Letters) -> str:
+    return " against ".join(reversed(letters))
 
 
 def _parts(comparison: RunComparison, letters: Letters) -> Iterator[Text | Table | Chart]:
-    columns = ["metric", "prompts", *letters, "difference", "from", "to", "p"]
-    rows = [
-        [row.name, row.prompts, *row.means, *_difference(row), row.adjusted_p]
+    rows: list[list[Cell]] = [
+        [row.name, row.prompts, *map(Number, _numbers(row), sentences.cells(row))]
         for row in (comparison.main, *comparison.others, *comparison.subsets)
     ]
-    yield Table(columns, rows, note=f"From, to: 95 % interval. {family_note(comparison)}")
+    columns = ["metric", "prompts", *letters, "difference", "95 % interval", "p"]
+    yield Table(columns, rows, note=family_note(comparison))
     yield _forest(comparison)
     yield Text(sentences.wins_and_losses(comparison, *letters))
     for note in sentences.notes(comparison, *letters):
         yield Text(note)
     if comparison.power is not None:
         yield Text(sentences.power_sentence(comparison, comparison.power))
-        needed = sentences.needs(comparison, comparison.power)
-        yield Table(needed[0], needed[1:])
+        headings, *needs = sentences.needs(comparison, comparison.power)
+        yield Table(headings, [[size, *map(_count, counts)] for size, *counts in needs])
         yield _power(comparison, comparison.power)
 
 
-def _difference(row: Row) -> list[float | None]:
-    return [_finite(value) for value in row.difference[:3]]
+def _numbers(row: Row) -> list[float]:
+    """Return what the cells of a row are sorted by."""
+    return [*row.means, row.difference.value, row.difference.low, row.adjusted_p]
+
+
+def _count(text: str) -> Number:
+    digits = text.replace(",", "")
+    return Number(int(digits) if digits.isdecimal() else math.inf, text)
 
 
 def _forest(comparison: RunComparison) -> Chart:
@@ -152,7 +178,6 @@ def _short(text: str) -> str:
 
 
 def _config(diff: ConfigDiff, letters: Letters) -> Iterator[Text | Table]:
-    for sentence in config_sentences(diff):
-        yield Text(sentence)
+    yield from map(Text, config_sentences(diff))
     if diff.changes:
-        yield Table(["option", *letters], [list(change) for change in diff.changes])
+        yield Table(["option", *letters], diff.changes)

@@ -1,28 +1,23 @@
-"""A comparison of runs: read, compared, and told on a terminal, as JSON, or as a page."""
+"""A comparison of runs: read, compared, and told in sentences and as JSON."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
-
-from rich.console import Console, RenderableType
-from rich.table import Table
-from rich.text import Text
+from typing import Any, NamedTuple
 
 from lrlhf.apps.lab.compare import sentences
 from lrlhf.apps.lab.compare.comparison import (
     Match,
-    Row,
     RunComparison,
     Side,
     compare_sides,
     correct_for_several,
 )
 from lrlhf.apps.lab.compare.evaluations import read_evaluation
+from lrlhf.apps.lab.page import Number, Table
 from lrlhf.apps.lab.run_files import RunFiles, plain_json
-from lrlhf.secrets import escaped
 
 _SEEDS = {"seed_everything", "seed"}
 _PLACES = {"default_root_dir", "dirpath", "save_dir", "ckpt_path"}
@@ -59,9 +54,10 @@ def config_diff(a: Side, b: Side) -> ConfigDiff:
         if not own
     ]
     known = [[own for own in side if own] for side in sides]
-    within = [name for side in known for name in _differing(side) if not _is_apart(name)]
+    differing = [name for side in known for name in _differing(side) if not _is_apart(name)]
+    within = [*dict.fromkeys(differing)]
     if not all(known):
-        return ConfigDiff([], [], _once(within), missing)
+        return ConfigDiff([], [], within, missing)
     first, second = known[0][0], known[1][0]
     names = _differing([first, second])
     changes = [
@@ -69,7 +65,9 @@ def config_diff(a: Side, b: Side) -> ConfigDiff:
         for name in names
         if not _is_apart(name)
     ]
-    return ConfigDiff(changes, [name for name in names if _is_apart(name)], _once(within), missing)
+    return ConfigDiff(
+        changes, [name for name in names if _is_apart(name)], [*dict.fromkeys(within)], missing
+    )
 
 
 def same_seeds(side: Side) -> list[str]:
@@ -112,10 +110,6 @@ def _is_apart(name: str) -> bool:
     last = name.rpartition(".")[2]
     known = name in _SEEDS or last in _PLACES or name == "model.init_args.seed"
     return known or name.startswith("trainer.logger")
-
-
-def _once(names: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(names))
 
 
 _SECONDS = "_s"
@@ -246,16 +240,6 @@ def compare_runs(
     return Report(comparisons, costs, [config_diff(read[0], side) for side in read[1:]])
 
 
-def print_report(report: Report, console: Console, *, step: str = "last") -> None:
-    """Write the report to a terminal; the first sentence is the answer."""
-    for part in _parts(report, step):
-        console.print(part)
-    costs = cost_rows(report)
-    if len(costs[0]) > 1:
-        console.print()
-        _print_costs(costs, console)
-
-
 def notes(report: Report, step: str) -> Iterator[str]:
     """Say what holds for the whole report."""
     if step == "best":
@@ -266,59 +250,6 @@ def notes(report: Report, step: str) -> Iterator[str]:
     for side in report.sides.values():
         for note in same_seeds(side):
             yield f"The same seed twice: {note}. Runs of one side are to differ in their seeds."
-
-
-def _text(text: str, style: str = "") -> Text:
-    """Return words without markup, and without what a terminal would act on."""
-    return Text(escaped(text), style=style)
-
-
-def _parts(report: Report, step: str) -> Iterator[RenderableType]:
-    for one, letters in zip(report.comparisons, report.letters, strict=True):
-        yield _text(sentences.answer(one, *letters), style="bold")
-    yield _text("")
-    for letter, side in report.sides.items():
-        runs = ", ".join(
-            f"{evaluation.folder} (step {evaluation.step})" for evaluation in side.evaluations
-        )
-        yield _text(f"{letter}: {runs}")
-    for one, letters, diff in zip(report.comparisons, report.letters, report.configs, strict=True):
-        yield _text("")
-        yield _metrics(one, letters)
-        yield _text(sentences.wins_and_losses(one, *letters))
-        for sentence in sentences.notes(one, *letters):
-            yield _text(sentence)
-        if one.power is not None:
-            yield _text(sentences.power_sentence(one, one.power))
-            yield _table(sentences.needs(one, one.power))
-        yield from _configs(diff, letters)
-    for sentence in notes(report, step):
-        yield _text(sentence)
-
-
-def _print_costs(rows: Sequence[Sequence[Any]], console: Console) -> None:
-    """Write a row per run, or a column per run where these rows are too long; cut off nothing."""
-    table = _table(rows)
-    unlimited = console.options.update(max_width=4096)
-    if console.measure(table, options=unlimited).minimum > console.width:
-        table = _table([*zip(*rows, strict=True)])
-        for column in table.columns[1:]:
-            column.min_width = None  # paths go on below
-    width = max(console.width, console.measure(table, options=unlimited).minimum)
-    console.print(table, width=width, crop=False)
-
-
-def _metrics(comparison: RunComparison, letters: tuple[str, str]) -> Table:
-    title = f"{letters[1]} against {letters[0]}"
-    table = Table(title=title, title_justify="left", caption_justify="left", box=None)
-    table.add_column("metric", overflow="fold", min_width=10)
-    for name in ("prompts", *letters, "difference", "95 % interval", "p"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in (comparison.main, *comparison.others, *comparison.subsets):
-        style = "bold" if row is comparison.main else ""
-        table.add_row(_text(row.name), f"{row.prompts:,}", *sentences.cells(row), style=style)
-    table.caption = family_note(comparison)
-    return table
 
 
 def family_note(comparison: RunComparison) -> str:
@@ -333,24 +264,6 @@ def family_note(comparison: RunComparison) -> str:
     return f"p of {what}; of the other {tests} corrected together (Holm). Intervals are not."
 
 
-def _configs(diff: ConfigDiff, letters: tuple[str, str]) -> Iterator[RenderableType]:
-    for sentence in config_sentences(diff):
-        yield _text(sentence)
-    if diff.changes:
-        yield _table([["option", *letters], *map(list, diff.changes)], left=True)
-
-
-def _table(rows: Sequence[Sequence[Any]], *, left: bool = False) -> Table:
-    """Lay out headings and rows; the first column is text, the others are numbers unless left."""
-    table = Table(box=None)
-    for index, name in enumerate(rows[0]):
-        justify: Literal["left", "right"] = "left" if left or not index else "right"
-        table.add_column(name, overflow="fold", justify=justify, min_width=len(name))
-    for row in rows[1:]:
-        table.add_row(*(_text(each if isinstance(each, str) else _shown(each)) for each in row))
-    return table
-
-
 def config_sentences(diff: ConfigDiff) -> Iterator[str]:
     """Say what the table of changed options leaves out."""
     if diff.missing:
@@ -363,37 +276,32 @@ def config_sentences(diff: ConfigDiff) -> Iterator[str]:
         yield (f"The runs of one side differ in more than their seeds: {', '.join(diff.within)}.")
 
 
-def cost_rows(report: Report) -> list[list[Any]]:
-    """Return headings and a row per run, without the columns that no run knows."""
-    rows = {
+def cost_table(report: Report) -> Table:
+    """Return a row per run, without the columns that no run knows."""
+    runs = {
         f"{letter} {evaluation.folder}": report.costs[str(evaluation.folder)]
         for letter, side in report.sides.items()
         for evaluation in side.evaluations
     }
-    columns: dict[str, list[Any]] = {
-        "steps": [cost.steps for cost in rows.values()],
-        "responses": [cost.responses for cost in rows.values()],
-        "tokens": [cost.tokens for cost in rows.values()],
-        "seconds": [cost.total_seconds for cost in rows.values()],
-    }
-    for phase in dict.fromkeys(name for cost in rows.values() for name in cost.seconds):
-        columns[f"{phase} s"] = [cost.seconds.get(phase) for cost in rows.values()]
-    columns["peak GiB"] = [cost.peak_gib for cost in rows.values()]
-    known = {name: own for name, own in columns.items() if any(each is not None for each in own)}
-    return [["run", *known], *([run, *own] for run, own in _rows(list(rows), known))]
+    phases = dict.fromkeys(name for cost in runs.values() for name in cost.seconds)
+    rows = [
+        {
+            "steps": cost.steps,
+            "responses": cost.responses,
+            "tokens": cost.tokens,
+            "seconds": _decimal(cost.total_seconds),
+            **{f"{phase} s": _decimal(cost.seconds.get(phase)) for phase in phases},
+            "peak GiB": _decimal(cost.peak_gib),
+        }
+        for cost in runs.values()
+    ]
+    known = [name for name in rows[0] if any(row[name] is not None for row in rows)]
+    cells = [[run, *(row[name] for name in known)] for run, row in zip(runs, rows, strict=True)]
+    return Table(["run", *known], cells if known else [])
 
 
-def _rows(
-    runs: Sequence[str], columns: Mapping[str, Sequence[Any]]
-) -> Iterator[tuple[str, list[Any]]]:
-    for index, run in enumerate(runs):
-        yield run, [values[index] for values in columns.values()]
-
-
-def _shown(value: float | None) -> str:
-    if value is None:
-        return "?"
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"
+def _decimal(value: float | None) -> Number | None:
+    return None if value is None else Number(value, f"{value:,.1f}")
 
 
 def as_json(report: Report, *, step: str = "last") -> dict[str, Any]:
@@ -407,19 +315,20 @@ def as_json(report: Report, *, step: str = "last") -> dict[str, Any]:
             "b": _side(one.b),
             "matched_by": one.matched.by,
             "unmatched": one.matched.unmatched,
-            "main": _row(one.main),
-            "others": [_row(row) for row in one.others],
-            "subsets": [_row(row) for row in one.subsets],
-            "power": None if one.power is None else plain_json(one.power),
-            "config": plain_json(diff),
+            "main": one.main,
+            "others": one.others,
+            "subsets": one.subsets,
+            "power": one.power,
+            "config": diff,
             "prompts": list(_prompts(one)),
         }
         for one, letters, diff in zip(
             report.comparisons, report.letters, report.configs, strict=True
         )
     ]
-    costs = {folder: plain_json(cost) for folder, cost in report.costs.items()}
-    return {"comparisons": comparisons, "costs": costs, "notes": list(notes(report, step))}
+    whole = {"comparisons": comparisons, "costs": report.costs, "notes": [*notes(report, step)]}
+    plain: dict[str, Any] = plain_json(whole)
+    return plain
 
 
 def _side(side: Side) -> dict[str, Any]:
@@ -430,17 +339,8 @@ def _side(side: Side) -> dict[str, Any]:
     return {"name": side.name, "runs": runs}
 
 
-def _row(row: Row) -> dict[str, Any]:
-    plain_row: dict[str, Any] = plain_json(row)
-    return plain_row
-
-
 def _prompts(comparison: RunComparison) -> Iterator[dict[str, Any]]:
     """Yield the main metric of each prompt, the mean over samples of each run."""
     a, b = comparison.matched.values[comparison.main.metric]
     for index, prompt in enumerate(comparison.matched.prompts):
-        yield {
-            "key": list(prompt.key),
-            "a": plain_json(a[:, index].tolist()),
-            "b": plain_json(b[:, index].tolist()),
-        }
+        yield {"key": list(prompt.key), "a": a[:, index].tolist(), "b": b[:, index].tolist()}

@@ -159,18 +159,9 @@ def short_number(value: Any) -> float | int | None:
 
 _BINS = 10
 _OWN = {
-    "step",
-    "set",
-    "dataloader",
-    "source",
-    "row",
-    "prompt",
-    "candidate0",
-    "candidate1",
-    "labels",
-    "scores0",
+    *("step", "set", "dataloader", "source", "row", "prompt", "candidate0", "candidate1"),
+    *("labels", "scores0", "scores1", "margins", "info", "media"),
 }
-_OWN |= {"scores1", "margins", "info", "media"}
 
 
 class LabelledMargin(NamedTuple):
@@ -296,10 +287,8 @@ def _length_bias(pairs: Sequence[LabelledMargin]) -> dict[str, Any] | None:
     with_length = [(pair, pair.length) for pair in pairs if pair.length]
     if not with_length:
         return None
-    margins, lengths = (
-        [pair.margin for pair, _ in with_length],
-        [length for _, length in with_length],
-    )
+    margins = [pair.margin for pair, _ in with_length]
+    lengths = [length for _, length in with_length]
     varied = min(len(set(margins)), len(set(lengths))) > 1
     return {
         "pairs": len(with_length),
@@ -567,6 +556,14 @@ def page_data(
             thumbnails.add_json(texts.all[number])
     curves = [_curves(run.files) for run in runs]
     total = sum(len(numbers) for file in files for numbers in file.lines.values())
+    outside = (
+        f"{thumbnails.outside} image files lie neither in the folder of a run nor in its "
+        "media.root below the working folder, and are named only; --media_root DIR embeds those "
+        "in DIR."
+    )
+    points = max(points for _, points in curves)
+    every = -(-points // _POINTS)
+    thinned = f"Curves have up to {points:,} points, of which the page shows one in {every}."
     return {
         "runs": [
             {"name": name, "folder": str(run.files.folder), "curves": shown}
@@ -581,8 +578,8 @@ def page_data(
                 "each evaluation, and half of them its worst mistakes; the charts count all",
             ),
             *_left_out("images", len(thumbnails.uris), len(thumbnails.uris) + thumbnails.left_out),
-            *_outside(thumbnails.outside),
-            *_thinning_remark(max(points for _, points in curves)),
+            *([outside] if thumbnails.outside else []),
+            *([thinned] if every > 1 else []),
             *(f"{path} holds neither responses nor pairs." for run in runs for path in run.unknown),
         ],
         "texts": texts.all,
@@ -590,14 +587,6 @@ def page_data(
         "evaluations": evaluations,
         "images": thumbnails.uris,
     }
-
-
-def _outside(count: int) -> Iterator[str]:
-    if count:
-        yield (
-            f"{count} image files lie neither in the folder of a run nor in its media.root below "
-            "the working folder, and are named only; --media_root DIR embeds those in DIR."
-        )
 
 
 def _evaluations(runs: Sequence[RunSources], count: int, texts: Texts) -> list[dict[str, Any]]:
@@ -620,9 +609,8 @@ def _curves(run: RunFiles) -> tuple[dict[str, Any], int]:
     shown = {}
     for name, curve in curves.items():
         steps = sorted(curve)
-        every = -(-len(steps) // _POINTS)
         # counted from the end: the last value is always there
-        thinned = steps[::-1][:: max(1, every)][::-1]
+        thinned = steps[:: -max(1, -(-len(steps) // _POINTS))][::-1]
         shown[name] = {"steps": thinned, "values": [short_number(curve[step]) for step in thinned]}
     return shown, longest
 
@@ -631,12 +619,6 @@ def _left_out(what: str, shown: int, total: int, of_each: str = "") -> Iterator[
     if shown < total:
         note = f"{shown:,} of {total:,} {what} are in this page"
         yield f"{note}, evenly many of {of_each}." if of_each else f"{note}."
-
-
-def _thinning_remark(points: int) -> Iterator[str]:
-    if points > _POINTS:
-        every = -(-points // _POINTS)
-        yield f"Curves have up to {points:,} points, of which the page shows one in {every}."
 
 
 _PACKAGE = "lrlhf.apps.lab.inspector"

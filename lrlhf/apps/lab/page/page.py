@@ -1,4 +1,4 @@
-"""A page of sections with texts, tables and charts."""
+"""Sections with texts, tables and charts: as a page, or on a terminal."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import base64
 import hashlib
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+from rich.console import Console
+from rich.table import Table as Columns
+from rich.text import Text as Words
 
 from lrlhf.run.atomic import atomic_write
+from lrlhf.secrets import escaped
 
 _BASE = "lrlhf.apps.lab.page"
 
@@ -149,12 +153,14 @@ class Table(NamedTuple):
         rows: Cells; numbers are aligned and sorted as numbers, None is an empty cell.
         title: Above it.
         note: Below it.
+        to_read: The cells are texts to read: a terminal shows the first rows alone, in a line each.
     """
 
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
     title: str = ""
     note: str = ""
+    to_read: bool = False
 
     @property
     def kind(self) -> str:
@@ -239,3 +245,79 @@ def _sorted_by(cell: Cell) -> float | int | None:
     if isinstance(cell, Number):
         return cell.value
     return cell if isinstance(cell, float | int) and not isinstance(cell, bool) else None
+
+
+_LINE, _LINES = 80, 3
+"""Letters of a text, and rows of texts to read, on a terminal."""
+
+
+def print_page(sections: Sequence[Section], console: Console) -> None:
+    """Write sections to a terminal, but for their charts; the first has no heading there."""
+    for number, section in enumerate(sections):
+        if number:
+            console.print()
+            console.print(_words(section.title, style="bold"))
+        for part in section.parts:
+            if isinstance(part, Text):
+                console.print(_words(part.text))
+            elif isinstance(part, Table):
+                _print_table(part, console)
+
+
+def _print_table(table: Table, console: Console) -> None:
+    if not table.rows:
+        return
+    if table.title:
+        console.print()
+        console.print(_words(table.title))
+    if table.to_read:
+        for row in table.rows[:_LINES]:
+            texts = (" ".join(_shown(cell).split()) for cell in row)
+            short = (text if len(text) <= _LINE else f"{text[:_LINE]}…" for text in texts)
+            console.print(_words(f"  {': '.join(short)}"))
+        if (more := len(table.rows) - _LINES) > 0:
+            console.print(_words(f"  and {more:,} more (--json and --html list them)"))
+        return
+    _print_columns(table, console)
+    if table.note:
+        console.print(_words(table.note))
+
+
+def _print_columns(table: Table, console: Console) -> None:
+    """Lay rows out, or the columns as rows where they are too many; nothing is cut off."""
+    texts = [[*table.columns], *([_shown(cell) for cell in row] for row in table.rows)]
+    numbers = {
+        index
+        for index, column in enumerate(zip(*table.rows, strict=True))
+        if index and not all(isinstance(cell, str) for cell in column)
+    }
+    laid_out = _laid_out(texts, numbers)
+    unlimited = console.options.update(max_width=4096)
+    if console.measure(laid_out, options=unlimited).minimum > console.width:
+        turned = [list(column) for column in zip(*texts, strict=True)]
+        laid_out = _laid_out(turned, set(range(1, len(texts))))
+        for column in laid_out.columns[1:]:  # long names go on below
+            column.min_width, column.no_wrap = None, False
+    width = max(console.width, console.measure(laid_out, options=unlimited).minimum)
+    console.print(laid_out, width=width, crop=False)
+
+
+def _laid_out(texts: Sequence[Sequence[str]], numbers: Set[int]) -> Columns:
+    headings, *rows = texts
+    columns = Columns(box=None)
+    for index, name in enumerate(headings):
+        columns.add_column(
+            _words(name),
+            justify="right" if index in numbers else "left",
+            overflow="fold",
+            no_wrap=index in numbers,
+            min_width=len(name) if index else max(10, len(name)),
+        )
+    for row in rows:
+        columns.add_row(*map(_words, row))
+    return columns
+
+
+def _words(text: str, style: str = "") -> Words:
+    """Return words without markup, and without what a terminal would act on."""
+    return Words(escaped(text), style=style)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.console import Console
 
-from lrlhf.apps.lab.page import Chart, Number, Section, Table, Text, write_page
+from lrlhf.apps.lab.page import Cell, Chart, Number, Section, Table, Text, print_page, write_page
 from lrlhf.apps.lab.run_files import RunFiles, plain_json
 from lrlhf.statistics.correlation import Correlation, ranks, spearman_interval
 from lrlhf.statistics.intervals import share_interval
@@ -290,16 +292,8 @@ def _distribution(values: Values) -> Distribution:
         none = math.nan
         return Distribution(none, none, none, none, none, none, none, 0)
     low, p5, median, p95, high = np.quantile(values, (0, 0.05, 0.5, 0.95, 1)).tolist()
-    return Distribution(
-        float(values.mean()),
-        float(values.std()),
-        low,
-        p5,
-        median,
-        p95,
-        high,
-        len(np.unique(values)),
-    )
+    mean, std = float(values.mean()), float(values.std())
+    return Distribution(mean, std, low, p5, median, p95, high, len(np.unique(values)))
 
 
 def _facts(names: Sequence[str], values: Mapping[str, Values], lengths: Values) -> list[str]:
@@ -412,20 +406,39 @@ DISCLAIMER = (
     "This is an audit: it tells what the values are, and raises no alarm. Whether a reward is "
     "exploited, only reading the responses tells."
 )
-_ROWS_IN_TEXT, _STEPS_IN_TEXT, _ROWS_ON_PAGE = 3, 10, 50
+_STEPS, _ROWS, _WIDTH = 10, 50, 100
+"""Steps, and rows without a value, that tables have at most; letters of a line on a terminal."""
 _BINS = 40
-_COLUMNS = (
-    "part", "without value", "mean", "std", "min", "5 %", "median", "95 %", "max", "distinct",
-    "variance within prompts", "prompts without signal", "rank correlation with length",
-)  # fmt: skip
-_OF_SIGNAL = 10
-"""The first column that is not of the values alone."""
+_VALUES = (
+    *("part", "without value", "mean", "std", "min", "5 %", "median", "95 %", "max", "distinct"),
+)
+_SIGNAL = (
+    *("part", "variance within prompts", "prompts without signal", "rank correlation with length"),
+)
+_PAIRS = ("part", "other part", "Spearman", "responses")
 _TIME_COLUMNS = ("part", "calls", "s per call p50", "p99", "s per response p50", "p99")
 
 
 def as_text(lab: Lab) -> str:
     """Return the report as lines for a terminal."""
-    return "\n".join(_lines(lab))
+    file = io.StringIO()
+    sections = [Section("", [Text(_lead(lab))]), *_sections(lab)]
+    print_page(sections, Console(file=file, width=_WIDTH, highlight=False))
+    return file.getvalue()
+
+
+def as_page(lab: Lab, path: str | Path, title: str) -> Path:
+    """Write the report as one HTML file.
+
+    Args:
+        lab: What to write.
+        path: The ``.html`` file.
+        title: Of the page.
+
+    Raises:
+        ImportError: plotly is not installed; says how to install it.
+    """
+    return write_page(path, title, _sections(lab), _lead(lab))
 
 
 def as_json(lab: Lab) -> dict[str, Any]:
@@ -438,10 +451,9 @@ def as_json(lab: Lab) -> dict[str, Any]:
             "length_unit": lab.unit,
             "parts": [_part_json(part) for part in lab.parts],
             "correlations": [
-                {"parts": list(names), **found._asdict()}
-                for names, found in lab.correlations.items()
+                {"parts": names, **found._asdict()} for names, found in lab.correlations.items()
             ],
-            "facts": list(lab.facts),
+            "facts": lab.facts,
             "without_value": {
                 name: [row.place for row in rows] for name, rows in lab.without_value.items()
             },
@@ -449,7 +461,7 @@ def as_json(lab: Lab) -> dict[str, Any]:
             "disputed": _rows_json(lab.disputed),
             "slowest": _rows_json(lab.slowest),
             "times": lab.times,
-            "failures": dict(lab.failures),
+            "failures": lab.failures,
             "steps": lab.steps,
         }
     )
@@ -457,18 +469,14 @@ def as_json(lab: Lab) -> dict[str, Any]:
 
 
 def _part_json(part: RewardStats) -> dict[str, Any]:
+    shares = {"missing": part.missing, "no_signal": part.no_signal}
     return {
         "name": part.name,
         **part.distribution._asdict(),
-        "missing": _share_json(part.missing),
+        **{name: {**vars(own), "share": own.value} for name, own in shares.items()},
         "within_groups": part.within_groups,
-        "no_signal": _share_json(part.no_signal),
         "with_length": part.with_length,
     }
-
-
-def _share_json(share: Share) -> dict[str, Any]:
-    return {**vars(share), "share": share.value}
 
 
 def _rows_json(rows: Sequence[OddRow]) -> list[dict[str, Any]]:
@@ -484,69 +492,37 @@ def _rows_json(rows: Sequence[OddRow]) -> list[dict[str, Any]]:
     ]
 
 
-def as_page(lab: Lab, path: str | Path, title: str) -> Path:
-    """Write the report as one HTML file.
+def _lead(lab: Lab) -> str:
+    counts = f"{lab.responses:,} responses to {lab.prompts:,} prompts; lengths in {lab.unit}."
+    return f"{counts} {DISCLAIMER}"
 
-    Args:
-        lab: What to write.
-        path: The ``.html`` file.
-        title: Of the page.
 
-    Raises:
-        ImportError: plotly is not installed; says how to install it.
-    """
-    sections = [
-        Section("Values", [*_overview(lab), *(_histogram(lab, part) for part in lab.parts)])
-    ]
+def _sections(lab: Lab) -> list[Section]:
+    sections = [Section("Values", _overview(lab))]
     if lab.steps:
-        sections.append(Section("Steps", _steps_text(lab)))
+        sections.append(Section("Steps", _steps_parts(lab)))
     if lab.times:
-        sections.append(
-            Section(
-                "Time",
-                [
-                    Table(_TIME_COLUMNS, [list(time) for time in lab.times]),
-                    _odd("Slowest calls", "seconds per response", lab.slowest),
-                ],
-            )
-        )
-    sections.append(
-        Section(
-            "Rows to look at",
-            [
-                _odd(
-                    "High score for a short response",
-                    "rank above that of the length",
-                    lab.short_and_high,
-                ),
-                _odd("Parts disagree", "distance of the ranks", lab.disputed),
-                *(_without(name, rows) for name, rows in lab.without_value.items() if rows),
-            ],
-        )
-    )
-    lead = f"{lab.responses:,} responses to {lab.prompts:,} prompts. {DISCLAIMER}"
-    return write_page(path, title, sections, lead)
+        slowest = _odd("Slowest calls", "seconds per response", lab.slowest)
+        sections.append(Section("Time", [Table(_TIME_COLUMNS, lab.times), slowest]))
+    above = "rank above that of the length"
+    short = _odd("High score for a short response", above, lab.short_and_high)
+    disputed = _odd("Parts disagree", "distance of the ranks", lab.disputed)
+    missing = [_without(name, rows) for name, rows in lab.without_value.items() if rows]
+    return [*sections, Section("Rows to look at", [short, disputed, *missing])]
 
 
-def _overview(lab: Lab) -> list[Text | Table]:
-    correlations = [
-        [*names, one.value, one.low, one.high, one.pairs] for names, one in lab.correlations.items()
+def _overview(lab: Lab) -> list[Text | Table | Chart]:
+    pairs = [
+        [*names, _coefficient(found), found.pairs] for names, found in lab.correlations.items()
     ]
-    parts: list[Text | Table] = [Text(f"{fact}.") for fact in lab.facts]
-    parts += [Text(f"In {count} calls: {failure}") for failure, count in lab.failures.items()]
-    cells = [_cells(part) for part in lab.parts]
-    values, signal = slice(0, _OF_SIGNAL), slice(_OF_SIGNAL, None)
-    parts.append(Table(_COLUMNS[values], [own[values] for own in cells], title="Values"))
-    cells_of = [[own[0], *own[signal]] for own in cells]
-    parts.append(Table([_COLUMNS[0], *_COLUMNS[signal]], cells_of, title="Signal and length"))
-    if correlations:
-        columns = ["part", "other part", "Spearman", "95 % from", "to", "responses"]
-        parts.append(Table(columns, _without_nan(correlations), title="Parts with each other"))
-    return parts
-
-
-def _without_nan(rows: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    return [[plain_json(cell) for cell in row] for row in rows]
+    return [
+        *(Text(f"{fact}.") for fact in lab.facts),
+        *(Text(f"In {count} calls: {failure}") for failure, count in lab.failures.items()),
+        Table(_VALUES, [_values_of(part) for part in lab.parts]),
+        Table(_SIGNAL, [_signal_of(part) for part in lab.parts], title="Signal and length"),
+        *([Table(_PAIRS, pairs, title="Parts with each other")] if pairs else []),
+        *(_histogram(lab, part) for part in lab.parts),
+    ]
 
 
 def _histogram(lab: Lab, part: RewardStats) -> Chart:
@@ -556,54 +532,62 @@ def _histogram(lab: Lab, part: RewardStats) -> Chart:
     return Chart([trace], layout, title=f"{part.name}: values", height=220)
 
 
-def _steps_text(lab: Lab) -> list[Text | Table | Chart]:
-    steps = [step.step for step in lab.steps]
-    means = [
-        {"type": "scatter", "mode": "lines", "name": name, "x": steps,
-         "y": [plain_json(each.means[name]) for each in lab.steps]}
-        for name in lab.values
-    ]  # fmt: skip
-    shares = [
-        {"type": "scatter", "mode": "lines", "name": what, "x": steps,
-         "y": [plain_json(getattr(item, attribute)) for item in lab.steps]}
-        for what, attribute in (
-            ("responses without score", "missing"), ("prompts without signal", "no_signal"),
-            ("rank correlation of score and length", "with_length"),
-        )
-    ]  # fmt: skip
-    axis = {"xaxis": {"title": {"text": "step"}}}
-    return [Chart(means, axis, title="Means by step"), Chart(shares, axis, title="Signal by step")]
+def _steps_parts(lab: Lab) -> list[Text | Table | Chart]:
+    means = {name: [step.means[name] for step in lab.steps] for name in lab.values}
+    shares = {
+        "responses without score": [step.missing for step in lab.steps],
+        "prompts without signal": [step.no_signal for step in lab.steps],
+        "rank correlation of score and length": [step.with_length for step in lab.steps],
+    }
+    numbers, last = [step.step for step in lab.steps], len(lab.steps) - 1
+    rows = sorted({round(k * last / (_STEPS - 1)) for k in range(_STEPS)})
+    cells = [
+        [numbers[row], *(plain_json(own[row]) for own in (means[SCORE], *shares.values()))]
+        for row in rows
+    ]
+    note = f"{len(rows)} of {len(numbers)}; the JSON report has all." if len(rows) <= last else ""
+    return [
+        Table(["step", "score", *shares], cells, note=note),
+        _lines(numbers, means, "Means by step"),
+        _lines(numbers, shares, "Signal by step"),
+    ]
+
+
+def _lines(steps: Sequence[int], curves: Mapping[str, Sequence[float]], title: str) -> Chart:
+    traces = [
+        {"type": "scatter", "mode": "lines", "name": name, "x": steps, "y": plain_json(values)}
+        for name, values in curves.items()
+    ]
+    return Chart(traces, {"xaxis": {"title": {"text": "step"}}}, title)
 
 
 def _odd(title: str, what: str, rows: Sequence[OddRow]) -> Table:
-    cells: list[list[Any]] = [
-        [row.value, row.response.place, row.detail, row.response.prompt, row.response.completion]
+    cells: list[list[Cell]] = [
+        [row.response.place, row.detail, row.value, row.response.prompt, row.response.completion]
         for row in rows
     ]
-    return Table([what, "row", "values", "prompt", "completion"], cells, title=title)
+    columns = ["row", "values", what, "prompt", "completion"]
+    return Table(columns, cells, title=title, to_read=True)
 
 
-def _without(name: str, rows: Sequence[Any]) -> Table:
-    shown = rows[:_ROWS_ON_PAGE]
-    more = len(rows) - len(shown)
+def _without(name: str, rows: Sequence[Response]) -> Table:
+    more = len(rows) - _ROWS
     return Table(
         ["row", "prompt", "completion"],
-        [[picture.place, picture.prompt, picture.completion] for picture in shown],
+        [[row.place, row.prompt, row.completion] for row in rows[:_ROWS]],
         title=f"Without a value of {name}",
-        note=f"{more:,} more are in the JSON report." if more else "",
+        note=f"{more:,} more are in the JSON report." if more > 0 else "",
+        to_read=True,
     )
 
 
-def _cells(part: RewardStats) -> list[Any]:
-    return [
-        part.name,
-        _percent(part.missing),
-        *(plain_json(float(value)) for value in part.distribution[:-1]),
-        part.distribution.distinct,
-        _number(part.within_groups, f"{part.within_groups:.1%}"),
-        _percent(part.no_signal),
-        _coefficient(part.with_length),
-    ]
+def _values_of(part: RewardStats) -> list[Cell]:
+    return [part.name, _percent(part.missing), *plain_json(list(part.distribution))]
+
+
+def _signal_of(part: RewardStats) -> list[Cell]:
+    within = _number(part.within_groups, f"{part.within_groups:.1%}")
+    return [part.name, within, _percent(part.no_signal), _coefficient(part.with_length)]
 
 
 def _percent(share: Share) -> Number | None:
@@ -620,72 +604,3 @@ def _coefficient(correlation: Correlation) -> Number | None:
 
 def _number(value: float, text: str) -> Number | None:
     return None if math.isnan(value) else Number(value, text)
-
-
-def _cell(cell: Any) -> str:
-    if cell is None:
-        return "-"
-    if isinstance(cell, Number):
-        return cell.text
-    return f"{cell:.4g}" if isinstance(cell, float) else str(cell)
-
-
-def _lines(lab: Lab) -> Iterator[str]:
-    yield f"{lab.responses:,} responses to {lab.prompts:,} prompts; lengths in {lab.unit}"
-    for part in lab.parts:
-        yield ""
-        yield part.name
-        for column, cell in zip(_COLUMNS[1:], _cells(part)[1:], strict=True):
-            yield f"  {column:<29} {_cell(cell)}"
-        for each in lab.without_value[part.name][:_ROWS_IN_TEXT] if part.name != SCORE else ():
-            yield f"    no value: {each.place}: {_short(each.completion)}"
-    yield from _block("parts with each other (Spearman)", [
-        f"{one} and {two}: "
-        f"{'one of them does not vary' if math.isnan(found.value) else _cell(_coefficient(found))}"
-        for (one, two), found in lab.correlations.items()
-    ])  # fmt: skip
-    yield from _block("true of every response", lab.facts)
-    yield from _block(
-        "failures", [f"{count} calls: {what}" for what, count in lab.failures.items()]
-    )
-    yield from _block("seconds, side by side as in a run", [
-        f"{t.name}: call p50 {t.call_p50:.3g}, p99 {t.call_p99:.3g}; response p50 "
-        f"{t.response_p50:.3g}, p99 {t.response_p99:.3g} ({t.calls} calls)"
-        for t in lab.times
-    ])  # fmt: skip
-    several = f", {_STEPS_IN_TEXT} of {len(lab.steps)} (--json has all)"
-    title = f"steps{several if len(lab.steps) > _STEPS_IN_TEXT else ''}"
-    yield from _block(title, [
-        f"{item.step}: score {item.means[SCORE]:.4g}, without score {item.missing:.1%}, prompts "
-        f"without signal {item.no_signal:.1%}, correlation with length "
-        + ("undefined" if math.isnan(item.with_length) else f"{item.with_length:.2f}")
-        for item in _spread(lab.steps)
-    ])  # fmt: skip
-    for title, rows in (
-        ("slowest", lab.slowest),
-        ("high score for a short response", lab.short_and_high),
-        ("parts disagree", lab.disputed),
-    ):
-        shown = rows[:_ROWS_IN_TEXT]
-        yield from _block(title, [
-            f"{own.response.place}: {own.detail}: {_short(own.response.completion)}"
-            for own in shown
-        ])  # fmt: skip
-    yield from ("", DISCLAIMER)
-
-
-def _block(title: str, lines: Sequence[str]) -> Iterator[str]:
-    if lines:
-        yield from ("", title, *(f"  {line}" for line in lines))
-
-
-def _spread(steps: Sequence[Any]) -> Sequence[Any]:
-    if len(steps) <= _STEPS_IN_TEXT:
-        return steps
-    last = len(steps) - 1
-    return [steps[round(k * last / (_STEPS_IN_TEXT - 1))] for k in range(_STEPS_IN_TEXT)]
-
-
-def _short(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= 80 else f"{line[:80]}…"

@@ -243,12 +243,5 @@ def with_times(lab: Lab, scored: ScoredResponses) -> Lab:
 def _times(name: str, timings: Sequence[Timing]) -> CallTimes:
     seconds = np.array([timing.seconds for timing in timings])
     each = seconds / np.array([item.responses for item in timings])
-    middle, late = (0.5, 0.99)
-    return CallTimes(
-        name,
-        len(timings),
-        float(np.quantile(seconds, middle)),
-        float(np.quantile(seconds, late)),
-        float(np.quantile(each, middle)),
-        float(np.quantile(each, late)),
-    )
+    quantiles = [float(np.quantile(own, at)) for own in (seconds, each) for at in (0.5, 0.99)]
+    return CallTimes(name, len(timings), *quantiles)
