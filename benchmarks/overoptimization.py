@@ -3,7 +3,7 @@
 *Gold* is a fixed random network over the letters and the length of a response. Proxies are
 `RewardModel`s, tiny Llamas of three sizes, trained on noisy preferences of gold between responses
 of the initial policy, of three numbers of pairs; each seed has pairs and weights of its own. The
-policy has 27,000 weights and first learns to write strings of random letters that end.
+policy has 35,000 weights and first learns to write strings of random letters that end.
 
 - *best of n*: of N responses to each prompt the one that the proxy scores highest, for every n, by
   order statistics; KL(π || π_init) = log n - (n - 1) / n.
@@ -60,7 +60,7 @@ LONGEST = 16
 PROMPTS = [f"say {letter}" for letter in "abcdefghijklmnop"]
 CANARIES = [f"mute {letter}" for letter in "abcdefghijklmnop"]
 """Prompts on which gold is 0 whatever is said: its preferences there are coins."""
-SIZES: Mapping[str, Mapping[str, int]] = {
+SIZES: Mapping[str, Mapping[str, Any]] = {
     "small": {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1},
     "middle": {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 1},
     "large": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
@@ -194,7 +194,7 @@ def preferences(own: Setting, pairs: int, seed: int) -> list[dict[str, str]]:
 
 
 def train_proxy(
-    folder: Path, size: Mapping[str, int], rows: list[dict[str, str]], seed: int
+    folder: Path, size: Mapping[str, Any], rows: list[dict[str, str]], seed: int
 ) -> None:
     """Train a reward model and write it into a folder."""
     torch.manual_seed(seed)
@@ -343,7 +343,7 @@ def train(folder: Path, case: Case) -> None:
         return
     own = setting_of(folder, case.gold)
     twins = [size for size in SIZES if size != case.size]  # of the same pairs
-    functions = {
+    functions: dict[str, Any] = {
         "proxy": own.proxy(case.size, case.pairs, case.seed),
         **{f"twin_{size}": own.proxy(size, case.pairs, case.seed) for size in twins},
         "other": own.proxy(case.size, case.pairs, case.seed % SEEDS + 1),
@@ -425,7 +425,10 @@ def gain_of_penalty(free: Curve, penalised: Curve) -> float:
 
 
 def report(folder: Path, path: Path) -> None:
-    """Print the constants and what the penalty does, and draw the curves of gold 0."""
+    """Print the constants and what the penalty does, and draw the curves of gold 0.
+
+    Constants are of all seeds together, with the standard deviation of those of single seeds.
+    """
     cases = [case for seed in range(1, SEEDS + 1) for case in cases_of(0, seed)]
     there = [case for case in cases if (folder_of(folder, case) / "done").exists()]
     best, runs = curves_of_best_of_n(folder), {case: curve_of_run(folder, case) for case in there}
@@ -442,7 +445,8 @@ def report(folder: Path, path: Path) -> None:
             for panel, side, law in zip(column, sides, laws, strict=True):
                 d, _, gold = (np.concatenate(part) for part in zip(*side, strict=True))
                 fit = fitted(law, d, gold)
-                cells += [f"{fit.alpha:.2f}", f"{fit.beta:.3f}"]
+                spread = np.std([fitted(law, one.d, one.gold) for one in side], axis=0, ddof=1)
+                cells += [f"{a:.2f} ± {b:.2f}" for a, b in zip(fit, spread, strict=True)]
                 line = np.linspace(0, d.max(), 100)
                 panel.plot(line, law(line, *fit), colour, linewidth=2, label=size)
                 panel.plot(d, gold, ".", color=colour, markersize=3, alpha=0.6)
@@ -458,7 +462,7 @@ def report(folder: Path, path: Path) -> None:
         for panel in row:
             panel.set_xlabel("√KL to the initial policy, √nats")
             panel.grid(alpha=0.3)
-    panels[1][0].set_ylim(-3, 8)
+    panels[1][0].set_ylim(-0.5, 6)
     panels[0][0].legend()
     figure.savefig(path, dpi=110)
     gains = [
@@ -471,9 +475,9 @@ def report(folder: Path, path: Path) -> None:
 
 
 def cases_of(gold: int, seed: int) -> list[Case]:
-    """Return the runs of a seed: every proxy, and of the first the middle with a KL penalty."""
+    """Return the runs of a seed: every proxy, and the middle ones with a KL penalty."""
     free = [Case(gold, size, pairs, seed) for size in SIZES for pairs in PAIRS]
-    return free + [Case(gold, "middle", pairs, seed, 0.1) for pairs in PAIRS if seed == 1]
+    return free + [Case(gold, "middle", pairs, seed, 0.1) for pairs in PAIRS]
 
 
 def main() -> None:

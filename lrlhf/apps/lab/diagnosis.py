@@ -238,9 +238,13 @@ class Evidence:
 
     @cached_property
     def falls(self) -> dict[str, float]:
-        """`fall` of each reward of weight 0, which is not trained on, where it says something."""
-        names = [name for name in self.rows if name.startswith("held_out/")]
-        falls = {name.removeprefix("held_out/"): fall(self.rows, name) for name in names}
+        """`fall` of each reward that has the weight 0 throughout, where it says something."""
+        names = {name.removeprefix("held_out/") for name in self.rows if "held_out/" in name}
+        falls = {
+            name: fall(self.rows, f"held_out/{name}")
+            for name in sorted(names)
+            if f"rewards/{name}" not in self.rows
+        }
         return {name: own for name, own in falls.items() if not math.isnan(own)}
 
     @cached_property
@@ -702,14 +706,14 @@ def _what_is_learnt(run: Evidence) -> Iterator[_Check]:
 
 
 def _hacking(run: Evidence) -> Iterator[_Check]:
-    """What is paid and not wanted, by rewards that are not trained on (those of weight 0)."""
+    """What is paid and not wanted, by what rewards of weight 0 say of it."""
     worst = max(run.falls, key=run.falls.__getitem__, default="")
     size = run.falls.get(worst, math.nan)
     yield _Check(
         size > FALL,
         "held_out_falls",
-        f"{worst}, which is not trained on, is {size:.1f} standard errors below its best tenth of "
-        "the run, and the score above what it was there",
+        f"{worst}, of weight 0, is {size:.1f} standard errors below its best tenth of the run, and "
+        "the score above what it was there",
         "unless it is meant to fall: the checkpoint of that time, model.reference.kl_coef higher, "
         "or a reward that knows better; read responses of both times first",
     )

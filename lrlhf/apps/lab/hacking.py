@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 _PARTS = 10
 """Stretches of equally many steps that are compared."""
 
-FALL = 5.0
-"""Standard errors from which on `fall` is told: what one healthy moment in twenty exceeds."""
+FALL = 2.5
+"""Standard errors from which on a fall is told.
+
+Of a reward that neither rises nor falls one run in twenty exceeds it.
+"""
 
 
 def in_parts(rows: pd.DataFrame) -> pd.DataFrame:

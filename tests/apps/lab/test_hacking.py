@@ -21,7 +21,7 @@ from benchmarks.overoptimization import (
 )
 from lrlhf.apps.lab import RunFiles
 from lrlhf.apps.lab.diagnosis import diagnose
-from lrlhf.apps.lab.hacking import fall, in_parts, length_share, rise_shares
+from lrlhf.apps.lab.hacking import FALL, fall, in_parts, length_share, rise_shares
 from tests.apps.lab.test_diagnose import write_run
 
 
@@ -61,6 +61,17 @@ def test_a_reward_that_rises_with_the_score_does_not_fall() -> None:
     rows = rows_of(FIRST, SECOND)
     rows["held"] *= -1
     assert fall(rows, "held") == pytest.approx(-2 / math.sqrt(2))
+
+
+def test_a_reward_that_stays_is_seldom_told() -> None:
+    generator = np.random.default_rng(0)
+    part = np.repeat(np.arange(10), 8)
+    told = 0
+    for _ in range(200):
+        table = {"part": part, "unit": range(80), "score": part, "held": generator.normal(size=80)}
+        told += fall(pd.DataFrame(table), "held") > FALL
+    # by numpy alone: 4 to 6 % of 40,000 draws with 4 to 40 groups a part
+    assert 2 <= told <= 18
 
 
 def test_without_a_rise_of_the_score_nothing_is_said() -> None:
@@ -110,7 +121,9 @@ def test_each_reward_has_its_share_of_the_rise() -> None:
     assert rise_shares(rows.assign(score=-rows["score"])) == {}
 
 
-def held_out_run(folder: Path, held: Callable[[float], float], weight: float = 0.0) -> RunFiles:
+def held_out_run(
+    folder: Path, held: Callable[[float], float], weights: Sequence[float] = (0.0,)
+) -> RunFiles:
     """Forty iterations in which the score rises from 0 to 4, beside a reward of its level."""
     noise = [0.1 * math.sin(7 * number) for number in range(160)]
     scores = [[step / 10 + 0.2 * (place % 2) for place in range(4)] for step in range(40)]
@@ -119,7 +132,7 @@ def held_out_run(folder: Path, held: Callable[[float], float], weight: float = 0
         value = held(step / 10) + noise[4 * (step - 1) + place]
         return {
             "rewards": {"proxy": score, "other": value},
-            "weights": {"proxy": 1.0, "other": weight},
+            "weights": {"proxy": 1.0, "other": weights[step % len(weights)]},
         }
 
     return write_run(folder, scores, fields=fields)
@@ -134,7 +147,9 @@ def test_a_held_out_reward_that_falls_is_named_although_the_run_learns(tmp_path:
     assert found.learns
     assert "held_out_falls" in [one.name for one in found.causes]
     named = next(one for one in found.causes if one.name == "held_out_falls")
-    assert named.evidence.startswith("other, which is not trained on")
+    assert named.evidence.startswith("other, of weight 0, is ")
+    assert "fall of other, standard errors" in found.facts
+    assert "share of other in the score's rise" not in found.facts
 
 
 def test_a_held_out_reward_that_rises_too_is_healthy(tmp_path: Path) -> None:
@@ -143,10 +158,13 @@ def test_a_held_out_reward_that_rises_too_is_healthy(tmp_path: Path) -> None:
     assert not found.causes
 
 
-def test_a_reward_that_is_trained_on_is_not_held_out(tmp_path: Path) -> None:
-    found = diagnose(held_out_run(tmp_path, hill, weight=0.5))
+@pytest.mark.parametrize("weights", [(0.5,), (0.0, 0.5)])
+def test_a_reward_that_is_trained_on_is_not_held_out(
+    weights: Sequence[float], tmp_path: Path
+) -> None:
+    found = diagnose(held_out_run(tmp_path, hill, weights))
     assert "held_out_falls" not in [one.name for one in found.causes]
-    assert "share of other in the score's rise" in found.facts
+    assert "fall of other, standard errors" not in found.facts
 
 
 # ---- the study
@@ -195,10 +213,10 @@ def test_a_threshold_is_chosen_on_other_seeds() -> None:
     # healthy values of a seed lie ten times as high as those of the others
     values = [(seed, 10.0 if seed == 3 else 1.0) for seed in (1, 2, 3) for _ in range(20)]
     moments = [
-        Moment(f"run {seed}", seed, 64, number, False, 90, {"sign": value + number / 1000})
+        Moment(f"run {seed}", str(seed), 64, number, False, 90, {"sign": value + number / 1000})
         for number, (seed, value) in enumerate(values)
     ]
-    hacked = Moment("run 1", 1, 64, 99, True, 90, {"sign": 20.0})
+    hacked = Moment("run 1", "1", 64, 99, True, 90, {"sign": 20.0})
     found = rates([*moments, hacked], "sign", draws=20)
     assert found.false_alarms >= 20 / 60
     assert found.misses == 0
