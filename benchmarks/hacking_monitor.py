@@ -51,6 +51,7 @@ SIGNS = {
     "length's share of the rise": "length",
     "canary prompts' share of the rise": "canary",
     "√KL": "distance",
+    "the iteration": "iteration",
 }
 """What is drawn and printed; "falls" is `lrlhf.apps.lab.hacking.fall`."""
 
@@ -115,6 +116,7 @@ def moments_of(folder: Path, case: Case) -> list[Moment]:
             "length": length_share(rows),
             "canary": (seen[-1] - seen[0]) / max(1e-9, score.iloc[-1] - score.iloc[0]),
             "distance": math.sqrt(max(0.0, distance[last])),
+            "iteration": float(last),
         }
         found.append(Moment(case.name, seed, case.pairs, last, is_hacked(rows), peak, signs))
     path.write_text(json.dumps(found))
@@ -252,7 +254,7 @@ def draw(moments: Sequence[Moment], found: Mapping[str, Rates], path: Path) -> N
     panel = figure.subplots()
     for number, (name, sign) in enumerate(SIGNS.items()):
         points = roc(*sides(moments, sign))
-        style = {"color": f"C{number % 6}", "linestyle": ("-", "--")[number // 6]}
+        style = {"color": f"C{number % 6}", "linestyle": ("-", "--", ":")[number // 6]}
         panel.plot(*points, **style, label=f"{name}: {found[sign].auc:.2f}")
     panel.plot([0, 1], [0, 1], "k:", linewidth=0.8)
     panel.set(xlabel="false alarms, share of healthy moments", ylabel="alarms, share of hacked")
@@ -305,6 +307,9 @@ def main() -> None:
     for name, sign in SIGNS.items():
         if name.startswith("falls"):
             print_row(name, *errors_of(rates(moments, sign, FALL, draws=1)))
+    same = [[one for one in moments if one.iteration == at] for at in MOMENTS]
+    areas = {own[0].iteration: auc(*sides(own, "distance")) for own in same}
+    print("AUC of √KL at one iteration:", {at: round(own, 2) for at, own in areas.items()})  # noqa: T201
     draw(moments, found, asked.out)
 
 
