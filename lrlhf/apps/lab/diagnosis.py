@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from lrlhf.apps.lab.hacking import FALL, fall, in_parts, length_share, rise_shares
 from lrlhf.apps.lab.run_files import RunFiles, records
 from lrlhf.statistics.intervals import Estimate, t_quantile
 from lrlhf.statistics.paired import mean_by_sign_flips
@@ -27,7 +28,7 @@ _POWER = 2.8
 
 
 _ALWAYS = {"skipped_steps", "failing_rewards", "engine_differs"}
-_ALWAYS |= {"steps_too_large", "length", "training_prompts_only"}
+_ALWAYS |= {"steps_too_large", "length", "training_prompts_only", "held_out_falls"}
 """What a run that learns should mend too."""
 
 
@@ -97,7 +98,7 @@ class Evidence:
         self.unit = "group" if grouped else "iteration"
         """Whose scores the algorithm compares."""
         self.a_unit = "a group" if grouped else "an iteration"
-        self.rows = self.rows.assign(unit=self.rows["group" if grouped else "step"])
+        self.rows = in_parts(self.rows.assign(unit=self.rows["group" if grouped else "step"]))
         steps = np.unique(self.rows["step"])
         self.late = self.rows[self.rows["step"].isin(steps[-_quarter(len(steps)) :])]
         """The rows of the last quarter of the steps."""
@@ -236,6 +237,17 @@ class Evidence:
         return rows[names] - rows.groupby("unit")[names].transform("mean")
 
     @cached_property
+    def falls(self) -> dict[str, float]:
+        """`fall` of each reward that has the weight 0 throughout, where it says something."""
+        names = {name.removeprefix("held_out/") for name in self.rows if "held_out/" in name}
+        falls = {
+            name: fall(self.rows, f"held_out/{name}")
+            for name in sorted(names)
+            if f"rewards/{name}" not in self.rows
+        }
+        return {name: own for name, own in falls.items() if not math.isnan(own)}
+
+    @cached_property
     def rewards(self) -> pd.DataFrame:
         """Each weighted reward as `within` has it, of the responses that have all of them."""
         names = [name for name in self.rows if name.startswith("rewards/")]
@@ -286,6 +298,12 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
         **{
             f"rewards/{name}": _number(value) * _number(weights.get(name, 1.0))
             for name, value in rewards.items()
+            if weights.get(name) != 0
+        },
+        **{
+            f"held_out/{name}": _number(value)
+            for name, value in rewards.items()
+            if weights.get(name) == 0
         },
     }
 
@@ -326,7 +344,7 @@ def diagnose(run: RunFiles) -> Diagnosis:
     """
     evidence = Evidence(run)
     learns, verdict = _verdict(evidence)
-    links = (_iterations, _rewards, _steps, _differences, _what_is_learnt)
+    links = (_iterations, _rewards, _steps, _differences, _what_is_learnt, _hacking)
     causes = [
         Cause(check.name, check.evidence, evidence.with_values(check.change))
         for link in links
@@ -373,8 +391,15 @@ def _facts(run: Evidence) -> dict[str, float]:
         "KL to the reference per response": run.recent("kl/sequence"),
         "clipped": run.recent("policy/clip_fraction"),
     }
-    shares = _variance_shares(run)
-    return facts | {f"share of {name} in the spread of scores": own for name, own in shares.items()}
+    facts["share of the score's rise that goes with length"] = length_share(run.rows)
+    several = {
+        "share of {} in the spread of scores": _variance_shares(run),
+        "share of {} in the score's rise": rise_shares(run.rows),
+        "fall of {}, standard errors": run.falls,
+    }
+    return facts | {
+        what.format(name): own for what, values in several.items() for name, own in values.items()
+    }
 
 
 def _noise(run: Evidence) -> Cause:
@@ -677,6 +702,20 @@ def _what_is_learnt(run: Evidence) -> Iterator[_Check]:
         f"the critic explains {max(explained, 0.0):.0%} of the variance of the returns: advantages "
         "are as noisy as without one",
         "model.critic.optimizer.lr higher, or model.update.freeze_steps: it goes first",
+    )
+
+
+def _hacking(run: Evidence) -> Iterator[_Check]:
+    """What is paid and not wanted, by what rewards of weight 0 say of it."""
+    worst = max(run.falls, key=run.falls.__getitem__, default="")
+    size = run.falls.get(worst, math.nan)
+    yield _Check(
+        size > FALL,
+        "held_out_falls",
+        f"{worst}, of weight 0, is {size:.1f} standard errors below its best tenth of the run, and "
+        "the score above what it was there",
+        "unless it is meant to fall: the checkpoint of that time, model.reference.kl_coef higher, "
+        "or a reward that knows better; read responses of both times first",
     )
 
 
