@@ -105,11 +105,7 @@ class FirstPolicy(TeacherModel, WithFirstAdapters):
 
 
 def own_teacher(policy: PreTrainedModel | PeftModel, update_rate: float) -> TeacherModel:
-    """Make a policy its own teacher.
-
-    Args:
-        policy: As it starts.
-        update_rate: 1: always as it is. 0: as it starts. Between: a copy, to be moved with `mix`.
+    """Make a policy its own teacher, see `Teacher.update_rate`; `mix` moves an average.
 
     Raises:
         ValueError: The weights that it starts with would have to be copied beside adapters.
@@ -125,9 +121,8 @@ def own_teacher(policy: PreTrainedModel | PeftModel, update_rate: float) -> Teac
         )
     if any(weight.requires_grad for weight in output_head(policy).projection.parameters()):
         raise ValueError(
-            "teacher.update_rate is 0, and lora adapts the output head, which computes the "
-            "teacher's logits while the policy learns: leave it out of lora.target_modules and "
-            "modules_to_save, or set update_rate to 1"
+            "teacher.update_rate is 0, and lora trains the output head, which the teacher's logits "
+            "come from: leave it out of target_modules and modules_to_save, or set the rate to 1"
         )
     return FirstPolicy(policy)
 

@@ -165,8 +165,6 @@ class Teacher:
                 "teacher.offload is set, but the teacher is the policy, which stays where it is: "
                 "drop it"
             )
-        if self.context is None and self.threshold != 1:
-            raise ValueError("teacher.threshold is about teacher.context, which is not set")
 
 
 @settings

@@ -16,14 +16,17 @@ from lrlhf.environments import Episodes
 from lrlhf.models import CausalLM, LoRA
 from lrlhf.modules import PPO, RLOO, DynamicSampling, OptimizerConfig, Teacher, Update
 from lrlhf.rewards import Rewards
-from lrlhf.rollout import Sampling
+from lrlhf.rollout import Sampling, TransformersEngine
 from lrlhf.types import Experience
 from tests.conftest import build_language_model
 from tests.modules import test_episode_runs as episodes
 from tests.modules.policy_runs import Run, assert_same, fit, letters, moved, sgd, weights
 from tests.modules.test_distillation import after_a_step, divergence, mean, of_tokens
 from tests.modules.test_distillation import padded_logprobs as own_logprobs
+from tests.modules.test_distillation_runs import _alone
 from tests.modules.test_rollout_queue import SaveAfter
+from tests.modules.test_vision_training import ask, policy, questions  # noqa: F401  fixtures
+from tests.vlms import build_vlm
 
 CONTEXT = "{{ answer }}! {{ prompt }}"
 ROWS = [
@@ -406,7 +409,6 @@ def test_an_evaluation_measures_informed_responses(learner, train) -> None:
         ({"update_rate": 1.5}, {}, "teacher.update_rate is 1.5"),
         ({"server": "http://here", "update_rate": 0.5}, {}, "teacher.update_rate is about"),
         ({"offload": True}, {}, "teacher.offload is set, but the teacher is the policy"),
-        ({"context": None, "server": "http://here", "threshold": 0.5}, {}, "teacher.threshold"),
         (
             {},
             {"episodes": Episodes(environment=episodes.Letters, history="template")},
@@ -445,6 +447,25 @@ def test_a_context_without_room_for_a_response_is_refused_before_one_is_generate
         taught(rows=rows)
     with pytest.raises(ValueError, match=r"have 3\d\d tokens, and the teacher reads 256"):
         taught(rows=rows, teacher={"context": "{{ answer }}{{ completion }} {{ prompt }}"})
+
+
+def test_images_are_refused_before_anything_is_generated(ask: Any) -> None:  # noqa: F811
+    with pytest.raises(ValueError, match=r"show images.*drop the context"):
+        ask(
+            policy(
+                build_vlm("qwen2_vl"),
+                module=_alone,  # type: ignore[arg-type]
+                teacher=Teacher(context=CONTEXT),
+                optimizer=sgd(0.1),
+                engine=Idle(),
+            ),
+            batch_size=4,
+        )
+
+
+class Idle(TransformersEngine):
+    def generate(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("nothing is to be generated")
 
 
 def test_a_prompt_that_is_not_rendered_again_is_refused(taught, tokenizer) -> None:

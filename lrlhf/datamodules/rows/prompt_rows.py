@@ -195,16 +195,7 @@ def _not_none(value: Any) -> Any:
 
 
 class PromptTemplate:
-    """A jinja2 template over the columns of a row, rendered in a sandbox.
-
-    Args:
-        template: Its text.
-        setting: What messages call it.
-        finalize: What becomes of each value that it writes.
-
-    Raises:
-        ValueError: It is no template.
-    """
+    """A jinja2 template over the columns of a row, rendered in a sandbox."""
 
     def __init__(
         self,

@@ -2,12 +2,10 @@
 
     D(π(· | x, y_<t), T(· | c(x), y_<t))        at each token of y ~ π(· | x)
 
-where c writes what is known of a response beyond its prompt x: the right answer, a demonstration,
-what an environment has said, a correct response to the same prompt.
-
-Reference:
-    Hübotter et al. 2026 (SDPO), https://arxiv.org/abs/2601.20802; Shenfeld et al. 2026 (SDFT),
-    https://arxiv.org/abs/2601.19897; Zhao et al. 2026 (OPSD), https://arxiv.org/abs/2601.18734
+c(x) may hold the right answer or a demonstration (OPSD, Zhao et al. 2026,
+https://arxiv.org/abs/2601.18734; SDFT, Shenfeld et al. 2026, https://arxiv.org/abs/2601.19897), or
+feedback and a correct response to the same prompt (SDPO, Hübotter et al. 2026,
+https://arxiv.org/abs/2601.20802).
 """
 
 from __future__ import annotations
@@ -26,9 +24,10 @@ from lrlhf.functional.names import import_function
 from lrlhf.rewards.function import content_text
 from lrlhf.rollout.records import written_text
 from lrlhf.rollout.responses import prompt_token_ids
-from lrlhf.types import Message, PrivilegedRows, PromptBatch, Rollout
+from lrlhf.types import Media, Message, PrivilegedRows, PromptBatch, Rollout
 
 Record = Mapping[str, Any]
+_SETTING = "teacher.context"
 
 
 class PrivilegedContext:
@@ -54,28 +53,22 @@ class PrivilegedContext:
         self._tokenizer, self._threshold, self._limit = tokenizer, threshold, limit
         self._template: PromptTemplate | None = None
         if not isinstance(context, str):
-            self._function = context
+            self._write = context
         elif "{{" in context or "{%" in context:
             self._template = PromptTemplate(context, setting=_SETTING, finalize=_not_empty)
-            self._function = self._rendered
+            self._write = self._rendered
         else:
-            self._function = import_function(_SETTING, context, ["a template with {{ prompt }}"])
+            self._write = import_function(_SETTING, context, ["a template with {{ prompt }}"])
 
     def longest_prompt(self, prompts: PromptBatch, chat: ChatFormat) -> int:
-        """Return the most tokens of a teacher's prompt, as far as they are known before a response.
-
-        Raises:
-            ValueError: The prompts show images, or are not rendered again as they are.
-        """
-        if prompts.media is not None and any(prompts.media):
-            raise ValueError(_SHOWN)
+        """Return the most tokens of a teacher's prompt, as far as known before the responses."""
+        _refuse_media(prompts.media)
         longest = 0
         rows = zip(prompt_token_ids(prompts), prompts.prompts, prompts.columns, strict=True)
         for ids, prompt, columns in rows:
             turns = None if isinstance(prompt, str) else prompt
             if self._template is not None and {*self._template.columns} <= {"prompt", *columns}:
-                own = self._prompt(ids.tolist(), turns, columns, chat)
-                longest = max(longest, len(own or ()))
+                longest = max(longest, len(self._prompt(ids.tolist(), turns, columns, chat) or ()))
         return longest
 
     def rows(self, rollout: Rollout, records: Sequence[Record], chat: ChatFormat) -> PrivilegedRows:
@@ -90,8 +83,7 @@ class PrivilegedContext:
             ValueError: They show images, a prompt is not rendered again as it is, the context
                 cannot be written, or it leaves no room for a response.
         """
-        if rollout.media is not None and any(rollout.media):
-            raise ValueError(_SHOWN)
+        _refuse_media(rollout.media)
         assert rollout.forks is None, "settings refuse rewritten histories"
         correct = self._correct_responses(records)
         ids, masks, informed = [], [], []
@@ -106,18 +98,16 @@ class PrivilegedContext:
                 **record["columns"],
                 **record["extras"],
             }
-            prompt = None
-            if counts.any():
-                prompt = self._prompt(own[:start].tolist(), record.get("messages"), values, chat)
+            prompt = self._prompt(own[:start].tolist(), record.get("messages"), values, chat)
             informed.append(prompt is not None)
             before = own[:start] if prompt is None else own.new_tensor(prompt)
             ids.append(torch.cat([before, own[start:]]))
             masks.append(torch.cat([counts.new_zeros(len(before)), counts[start:]]))
-            if prompt is not None and self._limit is not None and len(ids[-1]) > self._limit:
+            if self._limit is not None and len(ids[-1]) > self._limit:
                 raise ValueError(
-                    f"with teacher.context a prompt and its response have {len(ids[-1])} tokens, "
-                    f"and the teacher reads {self._limit}: shorten what the context writes, as "
-                    "with {{ feedback[:1000] }}, or lower max_new_tokens"
+                    f"with {_SETTING} a prompt and its response have {len(ids[-1])} tokens, and "
+                    f"the teacher reads {self._limit}: shorten what the context writes, as with "
+                    "{{ feedback[:1000] }}, or lower max_new_tokens"
                 )
         return PrivilegedRows(
             input_ids=pad_sequence(ids, batch_first=True),
@@ -129,54 +119,44 @@ class PrivilegedContext:
 
     def _correct_responses(self, records: Sequence[Record]) -> list[str | None]:
         """Return for each response the best other one to its prompt, if that is correct."""
-        correct: dict[int, list[int]] = {}
-        for row, record in enumerate(records):
-            if record["score"] is not None and record["score"] >= self._threshold:
-                correct.setdefault(record["group"], []).append(row)
         best: list[str | None] = []
-        for row, record in enumerate(records):
-            others = [records[i] for i in correct.get(record["group"], ()) if i != row]
-            others.sort(key=lambda other: float(other["score"]), reverse=True)
-            best.append(written_text(others[0]) if others else None)
+        scored = [one for one in records if one["score"] is not None]
+        right = [one for one in scored if one["score"] >= self._threshold]
+        right.sort(key=lambda one: -float(one["score"]))
+        for own in records:
+            others = (one for one in right if one["group"] == own["group"] and one is not own)
+            best.append(next(map(written_text, others), None))
         return best
 
     def _prompt(
         self, ids: list[int], turns: Sequence[Message] | None, values: Record, chat: ChatFormat
     ) -> list[int] | None:
-        """Return the teacher's prompt; None: there is no context.
-
-        Args:
-            ids: The policy's prompt.
-            turns: Of the chat that it renders; None: it is plain text.
-            values: What the context is written with.
-            chat: How it is rendered.
-        """
-        number = -1
+        """Return the teacher's prompt in the place of ``ids``; None: there is no context."""
         if turns is None:
             text = str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
             text = text.removeprefix(str(self._tokenizer.bos_token or ""))
+            last = -1
         else:
-            number = max((n for n, turn in enumerate(turns) if turn["role"] == "user"), default=-1)
-            text = content_text(turns[number].get("content"))
+            last = max((n for n, turn in enumerate(turns) if turn["role"] == "user"), default=-1)
+            text = content_text(turns[last].get("content"))
 
         def tokens(text: str) -> list[int]:
-            if turns is None:
-                rendered = Text(text, complete=False)
-            else:
+            rendered = Text(text, complete=False)
+            if turns is not None:
                 changed = [*turns]
-                changed[number] = {**turns[number], "content": text}
+                changed[last] = {**turns[last], "content": text}
                 rendered = Text(chat.render(changed, values, prompt=True), complete=True)
             return list(map(int, tokenize_prompts(self._tokenizer, [rendered])[0]))
 
-        written = self._function({**values, "prompt": text})
+        written = self._write({**values, "prompt": text})
         if written is None or written == text:
             return None
         if tokens(text) != ids:
             raise ValueError(
-                "teacher.context is put into a prompt that is rendered again, and without the "
-                "context that does not give the tokens the policy has read (tools, "
-                "chat_template_kwargs of rows, or a tokenizer that does not give texts back): the "
-                f"teacher's prompt would differ in more than the context. The prompt: {text!r:.200}"
+                f"{_SETTING} is put into a prompt that is rendered again, and without the context "
+                "that does not give the tokens the policy has read (tools, chat_template_kwargs of "
+                "rows, or a tokenizer that does not give texts back): the teacher's prompt would "
+                f"differ in more than the context. The prompt: {text!r:.200}"
             )
         return tokens(written)
 
@@ -200,15 +180,15 @@ def _not_empty(value: Any) -> Any:
     return value
 
 
-def _feedback(record: Record) -> str | None:
-    """Return what the environment has said behind the prompt; None: there is none."""
-    turns = record.get("episode", ())
-    said = [content_text(turn.get("content")) for turn in turns if turn["role"] != "assistant"]
-    return "\n".join(text.strip() for text in said) or None
+def _feedback(record: Record) -> str:
+    """Return what the environment has said behind the prompt."""
+    turns = (turn for turn in record.get("episode", ()) if turn["role"] != "assistant")
+    return "\n".join(content_text(turn.get("content")).strip() for turn in turns)
 
 
-_SETTING = "teacher.context"
-_SHOWN = (
-    "teacher.context changes the prompt's text, and the prompts show images, videos or audio, "
-    "whose places in it would have to be found again: drop the context, or train on text"
-)
+def _refuse_media(media: Sequence[Media | None] | None) -> None:
+    if media is not None and any(media):
+        raise ValueError(
+            f"{_SETTING} changes the text of prompts, and these show images, videos or audio, "
+            "whose places would have to be found again: drop the context, or train on text"
+        )

@@ -151,17 +151,12 @@ class RunTeacher:
 
     def tokens(self, rollout: Rollout) -> TeacherTokens:
         """Ask the server about a rollout, or the model about a micro-batch of it."""
-        read = rollout.privileged
-        if read is None:
-            return self._tokens(rollout)
-
-        def moved(values: Tensor) -> Tensor:
-            """Put values of the rows that the teacher reads beside the policy's tokens."""
-            own = values.new_zeros(*rollout.input_ids.shape, *values.shape[2:])
-            own[rollout.response_mask] = values[read.response_mask]
-            return own
-
-        return self._tokens(read).map(moved)
+        read, shape = rollout.privileged or rollout, rollout.input_ids.shape
+        mask, own = read.response_mask, rollout.response_mask
+        # beside the policy's tokens, in whatever columns the teacher has read them
+        return self._tokens(read).map(
+            lambda value: value.new_zeros(*shape, *value.shape[2:]).index_put((own,), value[mask])
+        )
 
     def _tokens(self, rollout: SequenceBatch) -> TeacherTokens:
         num_ids = self.settings.top_k or 1
