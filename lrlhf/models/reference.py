@@ -53,12 +53,12 @@ class ReferencePolicy:
         self, batch: SequenceBatch, *, temperature: float = 1.0, chunk_size: int = 1024
     ) -> Float[Tensor, "B T"]:
         """Compute what :func:`lrlhf.models.sequence_logprobs` does, without gradient."""
-        with self.asked():
+        with self.as_reference():
             return sequence_logprobs(
                 self.model, batch, temperature=temperature, chunk_size=chunk_size
             )
 
-    def asked(self) -> AbstractContextManager[object]:
+    def as_reference(self) -> AbstractContextManager[object]:
         """Have the model compute as the reference does."""
         return evaluating(self.model)
 
@@ -156,7 +156,7 @@ class WithFirstAdapters(ReferencePolicy):
             }
 
     @contextlib.contextmanager
-    def asked(self) -> Iterator[None]:
+    def as_reference(self) -> Iterator[None]:
         first = self._first
         was = adapters_disabled(self.model) if first is None else replaced(self.model, first)
         # what is seen with the policy's adapters is not what the reference sees

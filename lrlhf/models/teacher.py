@@ -83,7 +83,7 @@ class TeacherModel(ReferencePolicy):
         _refuse_unknown(batch.input_ids, vocabulary_size(plain))
         if (limit := context_length(plain)) is not None:
             _refuse_longer(batch, limit)
-        with self.asked():
+        with self.as_reference():
             states, head = within(
                 self.model, lambda: (predicting_states(plain, batch), _kept_head(plain))
             )

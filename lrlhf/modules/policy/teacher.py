@@ -69,6 +69,7 @@ class RunTeacher:
         """None: a server holds it."""
         self._server: TeacherServer | None = None
         self._checked = False
+        self.context: PrivilegedContext | None = None
         if self.settings.model is not None:
             self.model = _loaded(self.settings.model, policy)
             for option in self._responses:
@@ -77,7 +78,6 @@ class RunTeacher:
             self._server = TeacherServer(self.settings.server)
         else:
             self.model = own_teacher(policy.model, self.settings.update_rate)
-        self.context: PrivilegedContext | None = None
         if self.settings.context is not None:
             limit = None if self.model is None else context_length(self.model.model)
             self.context = PrivilegedContext(
@@ -110,7 +110,7 @@ class RunTeacher:
         context = "" if self.context is None else "shorten teacher.context, "
         raise ValueError(
             f"{'the policy' if self.settings.is_policy else 'teacher.model'} reads {limit} tokens, "
-            f"fewer than a teacher's prompt of {prompt} and {option}.max_new_tokens, {response}: "
+            f"fewer than a prompt of {prompt} and {option}.max_new_tokens, {response}: "
             f"lower {option}.max_new_tokens, {context}leave out longer prompts (max_prompt_tokens "
             "of the data), or take a teacher with a longer context"
         )
