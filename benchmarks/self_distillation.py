@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--arms", nargs="+", default=[*ARMS], choices=[*ARMS])
     parser.add_argument("--iterations", type=int, default=60)
-    parser.add_argument("--pretraining", type=int, default=800)
+    parser.add_argument("--pretraining", type=int, default=400)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--out", type=Path, default=Path("self_distillation.png"))
     asked = parser.parse_args()
