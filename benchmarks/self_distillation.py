@@ -1,9 +1,9 @@
 """Rewards alone, self-distillation alone, and both, on sums with a second try.
 
-The policy (107,000 parameters) is first trained on texts: behind an answer, as in ``7; 3 + 4 =``,
+The policy (91,000 parameters) is first trained on texts: behind an answer, as in ``7; 3 + 4 =``,
 it writes that answer, whatever the sum is; without one it writes a random number, at once and
 after ``No.``. It can read privileged context then, and cannot add. The environment is
-`examples/second_try.py` with one-digit sums of reasoning-gym; the score is 1 if one of two tries
+`examples/second_try.py` with 24 one-digit sums of reasoning-gym; the score is 1 if one of two tries
 is right. Every arm has the same rows, seeds, responses and optimizer:
 
 - *rewards*: RLOO.

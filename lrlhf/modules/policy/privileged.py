@@ -96,7 +96,7 @@ class PrivilegedContext:
                 "feedback": _feedback(record),
                 "correct_response": correct[row],
                 **record["columns"],
-                **record["extras"],
+                **record.get("extras", {}),
             }
             prompt = self._prompt(own[:start].tolist(), record.get("messages"), values, chat)
             informed.append(prompt is not None)
