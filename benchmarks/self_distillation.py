@@ -4,7 +4,7 @@ The policy (91,000 parameters) is first trained on texts: behind an answer, as i
 it writes that answer, whatever the sum is; without one it writes a random number, at once and
 after ``No.``. It can read privileged context then, and cannot add. The environment is
 `examples/second_try.py` with 24 one-digit sums of reasoning-gym; the score is 1 if one of two tries
-is right. Every arm has the same rows, seeds, responses and optimizer:
+is right. Every arm has the same rows, seeds and optimizer:
 
 - *rewards*: RLOO.
 - *self-distillation*: the policy with the right answer before its prompt is the teacher, with the
