@@ -98,8 +98,8 @@ class Teacher:
             as one mapping, or its dotted path. Nothing is learnt from the teacher of a response
             whose template writes an empty value, or whose function returns None.
         threshold: Score from which on a response is a ``correct_response``.
-        update_rate: Of a policy that is its own teacher. 1: with its weights as they are. 0: as it
-            started. Between: with a moving average, of which each iteration replaces that share.
+        update_rate: Of a policy that is its own teacher. 0: with the weights it started with. 1: as
+            they are. Between: with a moving average, of which each iteration replaces that share.
     """
 
     model: str | CausalLM | None = None
@@ -112,7 +112,7 @@ class Teacher:
     offload: bool = False
     context: str | Callable[[Mapping[str, Any]], str | None] | None = None
     threshold: float = 1.0
-    update_rate: float = 1.0
+    update_rate: float = 0.0
 
     @property
     def is_policy(self) -> bool:
@@ -155,7 +155,7 @@ class Teacher:
             )
         if not 0 <= self.update_rate <= 1:
             raise ValueError(f"teacher.update_rate is {self.update_rate}; it must lie in [0, 1]")
-        if not self.is_policy and self.update_rate != 1:
+        if not self.is_policy and self.update_rate != 0:
             raise ValueError(
                 "teacher.update_rate is about a policy that is its own teacher: drop it, or "
                 "teacher.model and teacher.server"

@@ -420,7 +420,11 @@ def test_an_evaluation_measures_informed_responses(learner, train) -> None:
         ({"context": "Answer well."}, {}, r"teacher.context 'Answer well.'"),
         ({"update_rate": 1.5}, {}, "teacher.update_rate is 1.5"),
         ({"server": "http://here", "update_rate": 0.5}, {}, "teacher.update_rate is about"),
-        ({"offload": True}, {}, "teacher.offload is set, but the teacher is the policy"),
+        (
+            {"offload": True, "update_rate": 1.0},
+            {},
+            "teacher.offload is set",
+        ),
         (
             {},
             {"episodes": Episodes(environment=episodes.Letters, history="template")},

@@ -92,8 +92,8 @@ def teacher_spec(options: Mapping[str, Any], policy: CausalLM) -> CausalLM | Non
     teacher = options_of(options.get("teacher"))
     if (entry := teacher.get("model")) is not None:
         return spec_of(entry, CausalLM, dtype="auto")
-    copied = teacher.get("update_rate", 1) != 1  # of a policy that is its own teacher
-    return policy if copied and policy.lora is None else None
+    own = teacher.get("context") and not teacher.get("server") and policy.lora is None
+    return policy if own and teacher.get("update_rate", 0) != 1 else None
 
 
 def reward_models(
