@@ -430,6 +430,17 @@ class TeacherTokens(TensorBatch):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class PrivilegedRows(SequenceBatch):
+    """What a teacher with privileged context reads: the rows of a rollout with other prompts.
+
+    Each row has the response tokens of the rollout's row, in their order.
+    """
+
+    informed: Bool[Tensor, " B"]
+    """Whether there is such context; a row without it is the rollout's own, and not learnt from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Rollout(SequenceBatch):
     """Responses as the engine returned them; rows of one prompt are consecutive."""
 
@@ -459,6 +470,12 @@ class Rollout(SequenceBatch):
     """What happened in each row, until it is scored; None: single responses, or all is scored."""
     teacher: TeacherTokens | None = None
     """None: there is no teacher, or its whole distributions are computed as they are needed."""
+    privileged: PrivilegedRows | None = None
+    """What the teacher reads in the place of the rows; None: the same."""
+
+    def taught(self, mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
+        """Return which tokens of a mask the teacher says something of."""
+        return mask if self.privileged is None else mask & self.privileged.informed[:, None]
 
     @property
     def versions(self) -> Int[Tensor, "B T"] | None:
@@ -483,7 +500,7 @@ class Rollout(SequenceBatch):
 ROLLOUT_TENSORS = tuple(
     field.name
     for field in fields(Rollout)
-    if field.name not in ("media", "episodes", "teacher", "sampling_mask")
+    if field.name not in ("media", "episodes", "teacher", "privileged", "sampling_mask")
 )
 """The fields of a `Rollout` that are tensors with a row for each response."""
 

@@ -27,6 +27,7 @@ from lrlhf.types import (
     Experience,
     Media,
     PreferenceBatch,
+    PrivilegedRows,
     Rollout,
     SamplingMask,
     SequenceBatch,
@@ -41,6 +42,7 @@ _KINDS: dict[str, type[TensorBatch]] = {
     for kind in (
         Experience,
         PreferenceBatch,
+        PrivilegedRows,
         Rollout,
         SamplingMask,
         SequenceBatch,

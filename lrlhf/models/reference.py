@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Self
 
 import torch
@@ -52,7 +53,14 @@ class ReferencePolicy:
         self, batch: SequenceBatch, *, temperature: float = 1.0, chunk_size: int = 1024
     ) -> Float[Tensor, "B T"]:
         """Compute what :func:`lrlhf.models.sequence_logprobs` does, without gradient."""
-        return sequence_logprobs(self.model, batch, temperature=temperature, chunk_size=chunk_size)
+        with self.as_reference():
+            return sequence_logprobs(
+                self.model, batch, temperature=temperature, chunk_size=chunk_size
+            )
+
+    def as_reference(self) -> AbstractContextManager[object]:
+        """Have the model compute as the reference does."""
+        return evaluating(self.model)
 
     @torch.no_grad()
     def mix(self, policy: PreTrainedModel | PeftModel, alpha: float) -> None:
@@ -125,13 +133,13 @@ def frozen_reference(
     if spec is not None:
         return ReferencePolicy(spec.load(trainable=False))
     if isinstance(model, PeftModel):
-        return _WithFirstAdapters(model)
+        return WithFirstAdapters(model)
     duplicate = copy.deepcopy(model)
     duplicate.gradient_checkpointing_disable()
     return ReferencePolicy(duplicate)
 
 
-class _WithFirstAdapters(ReferencePolicy):
+class WithFirstAdapters(ReferencePolicy):
     """The policy itself, with the adapters that it started with while it is asked."""
 
     model: PeftModel
@@ -147,17 +155,13 @@ class _WithFirstAdapters(ReferencePolicy):
                 if weight.requires_grad
             }
 
-    @torch.no_grad()
-    def logprobs(
-        self, batch: SequenceBatch, *, temperature: float = 1.0, chunk_size: int = 1024
-    ) -> Float[Tensor, "B T"]:
+    @contextlib.contextmanager
+    def as_reference(self) -> Iterator[None]:
         first = self._first
         was = adapters_disabled(self.model) if first is None else replaced(self.model, first)
         # what is seen with the policy's adapters is not what the reference sees
         with cached_vision_features(), was, evaluating(self.model):
-            return sequence_logprobs(
-                self.model, batch, temperature=temperature, chunk_size=chunk_size
-            )
+            yield
 
     def mix(self, policy: PreTrainedModel | PeftModel, alpha: float) -> None:
         raise ValueError(

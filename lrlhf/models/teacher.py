@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -13,9 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.functional.distillation import BatchDistribution, TopRows
 from lrlhf.models.heads import OutputHead, output_head, plain_model
-from lrlhf.models.modes import evaluating
 from lrlhf.models.packed.packing import compact, unfold
-from lrlhf.models.reference import ReferencePolicy
+from lrlhf.models.reference import ReferencePolicy, WithFirstAdapters, frozen_reference
 from lrlhf.models.sharding import has_split_weights, within
 from lrlhf.models.text_limits import context_length
 from lrlhf.models.token_logprobs import Predicting, predicting_states, to_predicting
@@ -83,11 +83,48 @@ class TeacherModel(ReferencePolicy):
         _refuse_unknown(batch.input_ids, vocabulary_size(plain))
         if (limit := context_length(plain)) is not None:
             _refuse_longer(batch, limit)
-        with evaluating(self.model):
+        with self.as_reference():
             states, head = within(
                 self.model, lambda: (predicting_states(plain, batch), _kept_head(plain))
             )
         return states, BatchDistribution(states.predicting, head, temperature)
+
+
+class PresentPolicy(TeacherModel):
+    """The policy that is trained, asked without gradient as it is at the moment."""
+
+    def __init__(self, policy: PreTrainedModel | PeftModel) -> None:
+        self.model = policy
+
+    def split(self, shard: Callable[[nn.Module], None]) -> None:
+        """Leave the model to the policy, whose it is."""
+
+
+class FirstPolicy(TeacherModel, WithFirstAdapters):
+    """The policy with the adapters that it started with while it is asked."""
+
+
+def own_teacher(policy: PreTrainedModel | PeftModel, update_rate: float) -> TeacherModel:
+    """Make a policy its own teacher, see `Teacher.update_rate`; `mix` moves an average.
+
+    Raises:
+        ValueError: The weights that it starts with would have to be copied beside adapters.
+    """
+    if update_rate == 1:
+        return PresentPolicy(policy)
+    if not isinstance(policy, PeftModel):
+        return TeacherModel(frozen_reference(policy).model)
+    if update_rate > 0:
+        raise ValueError(
+            f"teacher.update_rate is {update_rate}, but the first weights of a LoRA policy stay as "
+            "they are: set it to 1 (the policy as it is) or 0 (as it started), or train all weights"
+        )
+    if any(weight.requires_grad for weight in output_head(policy).projection.parameters()):
+        raise ValueError(
+            "teacher.update_rate is 0, and lora trains the output head, which the teacher's logits "
+            "come from: leave it out of target_modules and modules_to_save, or set the rate to 1"
+        )
+    return FirstPolicy(policy)
 
 
 def vocabulary_size(model: PreTrainedModel | PeftModel) -> int:

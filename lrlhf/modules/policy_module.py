@@ -43,8 +43,8 @@ from lrlhf.modules.policy.guard import ITERATION, describe_rows
 from lrlhf.modules.policy.iteration import BatchPlan, Iteration, plan_batches
 from lrlhf.modules.policy.load_policy import load_policy
 from lrlhf.modules.policy.objective import PolicyStep
-from lrlhf.modules.policy.sample import Sampler
-from lrlhf.modules.policy.score import Scorer
+from lrlhf.modules.policy.sample import Sampler, chat_of
+from lrlhf.modules.policy.score import RolloutT, Scorer
 from lrlhf.modules.policy.settings import PolicySettings
 from lrlhf.modules.policy.teacher import RunTeacher
 from lrlhf.modules.settings import (
@@ -60,7 +60,7 @@ from lrlhf.modules.settings import (
 from lrlhf.options.conversion import parameters_of
 from lrlhf.rewards import Rewards
 from lrlhf.rewards.rewards import NoRewards, as_rewards
-from lrlhf.rollout import RolloutEngine, Sampling, TransformersEngine
+from lrlhf.rollout import Collected, RolloutEngine, Sampling, TransformersEngine
 from lrlhf.rollout.episodes.episode_engine import EpisodeEngine
 from lrlhf.rollout.vllm.rank_group import check_group_size
 from lrlhf.run import Collectives
@@ -242,7 +242,7 @@ class PolicyModule(TrainingModule):
             metrics,
             settings,
             seed=self.seed,
-            distance=self.scorer.distance if self.teacher else None,
+            distance=self._distance if self.teacher else None,
         )
         self.policy_step = PolicyStep(loaded, settings, self.teacher)
         self.measurements: list[Measurement] = []
@@ -258,8 +258,12 @@ class PolicyModule(TrainingModule):
             "running_scores": self.running_scores,
             "sampler": self.sampler,
             "token_budget": self.token_budget,
-            "reference": _ReferenceState(self.reference, settings),
+            "reference": _ReferenceState(
+                self.reference, moves=settings.reference.sync_every is not None
+            ),
         }
+        if self.teacher is not None and self.teacher.moves:
+            self.stateful["teacher"] = _ReferenceState(self.teacher.model, moves=True)
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -290,7 +294,8 @@ class PolicyModule(TrainingModule):
             self.print(self._shown_plan)
         check_texts(batch.pretraining, self.settings)
         if self.teacher is not None and isinstance(batch, PromptBatch):
-            self.teacher.check_prompts(batch, "sampling")
+            chat, _ = chat_of(self.trainer, self.loaded)
+            self.teacher.check_prompts(batch, "sampling", chat)
         if self.kl_coef > 0 and self.reference is None:
             raise ValueError(
                 f"the KL coefficient was set to {self.kl_coef}, but no reference was loaded: "
@@ -313,8 +318,23 @@ class PolicyModule(TrainingModule):
         entering = self._enter_scores(it)
         if self.values is not None:
             self.values.follow(entering, step=it.step)
+        if experience.privileged is None:  # a dump holds it
+            experience = self._informed(experience, it.records)
+        if (privileged := experience.privileged) is not None:
+            it.metrics.add_values("teacher/informed_fraction", privileged.informed.double())
         experience = self.scorer(experience, it)
         return with_advantages(experience, self.running_scores.statistics, self.settings, it)
+
+    def _informed(self, rollout: RolloutT, records: Sequence[Mapping[str, Any]]) -> RolloutT:
+        """Put what a teacher with privileged context reads beside a rollout."""
+        context = None if self.teacher is None else self.teacher.context
+        if context is None:
+            return rollout
+        chat, _ = chat_of(self.trainer, self.loaded)
+        return replace(rollout, privileged=context.rows(rollout, records, chat))
+
+    def _distance(self, collected: Collected, it: Iteration) -> dict[str, Tensor]:
+        return self.scorer.distance(self._informed(collected.rollout, collected.records), it)
 
     def _enter_scores(self, it: Iteration) -> ScoreStatistics:
         """Return the statistics of the scores that advantages are made of; they scale values."""
@@ -328,6 +348,7 @@ class PolicyModule(TrainingModule):
         advance_schedules(self, [optimizer.freeze_steps for optimizer in self.stepped_optimizers()])
         self.token_budget.update(it.ranks.least)
         if self.teacher is not None:
+            self.teacher.follow(self.policy)
             self.teacher.reshard()
         mix_reference(self.reference, self.policy, self.settings.reference, it)
         log_iteration(self, experience, it)
@@ -412,7 +433,8 @@ class PolicyModule(TrainingModule):
         """Answer the prompts of a batch; returns a readable line for each response."""
         name = set_names(self.trainer)[dataloader_idx]
         if self.teacher is not None:
-            self.teacher.check_prompts(batch, "eval_sampling")
+            chat, _ = chat_of(self.trainer, self.loaded)
+            self.teacher.check_prompts(batch, "eval_sampling", chat)
         it = self._iteration()
         return {"records": self.evaluator.evaluate(batch, batch_idx, it, name=name)}
 
@@ -583,9 +605,9 @@ class _SteeredState:
 class _ReferenceState:
     """The weights of a reference that moves; one that never does is loaded from its source."""
 
-    def __init__(self, reference: ReferencePolicy | None, settings: PolicySettings) -> None:
+    def __init__(self, reference: ReferencePolicy | None, *, moves: bool) -> None:
         self._reference = reference
-        self._moves = settings.reference.sync_every is not None
+        self._moves = moves
 
     def state_dict(self) -> dict[str, Any]:
         if self._reference is None or not self._moves:

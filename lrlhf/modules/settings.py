@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -63,14 +63,16 @@ class Reference:
 @settings
 @dataclass(frozen=True, kw_only=True)
 class Teacher:
-    """A frozen model that the policy learns from on its own responses (on-policy distillation).
+    r"""A frozen model that the policy learns from on its own responses (on-policy distillation).
 
     Alone, without rewards, or beside them. The teacher reads the same tokens as the policy, at the
-    same sampling temperature.
+    same sampling temperature, but for a ``context`` in its prompt. With that, the policy itself can
+    be the teacher (self-distillation).
 
     Args:
         model: The teacher: a hub id, a folder, ``package:<module>``, or a `CausalLM` that says how
-            to load it, quantized or in 16 bits. It has the policy's tokenizer.
+            to load it, quantized or in 16 bits. It has the policy's tokenizer. None, and no
+            ``server``: the policy itself, which needs a ``context``.
         server: URL of a vLLM server that holds the teacher, in place of ``model``; its token is
             the environment's ``VLLM_API_KEY``. It answers about single tokens and ``top_k`` best
             ones, at temperature 1, and reads text only.
@@ -87,6 +89,17 @@ class Teacher:
         discount: How much of the reward of later tokens counts towards a token's advantage, per
             token: 0 none of it, 1 all of it, as the gradient of the KL between responses has it.
         offload: Keep the teacher in main memory between its passes, as `Reference.offload` does.
+        context: Privileged context: the prompt as only the teacher reads it, of a chat its last
+            turn of the user. A jinja2 template, such as
+            ``"{{ prompt }}\n\nThe right answer is {{ answer }}."``, over ``prompt``, the columns of
+            the row, what reward functions log as extras, and of the response ``completion``,
+            ``score``, ``feedback`` (what its environment said) and ``correct_response`` (another
+            response to the prompt with a score of at least ``threshold``); or a function of these
+            as one mapping, or its dotted path. Nothing is learnt from the teacher of a response
+            whose template writes an empty value, or whose function returns None.
+        threshold: Score from which on a response is a ``correct_response``.
+        update_rate: Of a policy that is its own teacher. 0: with the weights it started with. 1: as
+            they are. Between: with a moving average, of which each iteration replaces that share.
     """
 
     model: str | CausalLM | None = None
@@ -97,11 +110,17 @@ class Teacher:
     top_k: int | None = None
     discount: float = 0.0
     offload: bool = False
+    context: str | Callable[[Mapping[str, Any]], str | None] | None = None
+    threshold: float = 1.0
+    update_rate: float = 0.0
+
+    @property
+    def is_policy(self) -> bool:
+        """Whether the policy is its own teacher."""
+        return self.model is None and self.server is None
 
     def __post_init__(self) -> None:
-        if (self.model is None) == (self.server is None):
-            what = "neither is" if self.model is None else "both are"
-            raise ValueError(f"teacher.model and teacher.server: {what} set; set one of the two")
+        self._check_model()
         if not self.coef > 0:
             raise ValueError(f"teacher.coef is {self.coef}; it must be above 0")
         if not (0 <= self.beta <= 1 and 0 <= self.discount <= 1):
@@ -125,6 +144,26 @@ class Teacher:
                 "teacher.server gives the best tokens of a distribution only, and "
                 "teacher.placement is loss: set teacher.top_k, at most the --max-logprobs of the "
                 "server (20), or placement: reward, or load the teacher with teacher.model"
+            )
+
+    def _check_model(self) -> None:
+        both = self.model is not None and self.server is not None
+        if both or (self.is_policy and self.context is None):
+            raise ValueError(
+                f"teacher.model and teacher.server: {'both are' if both else 'neither is'} set; "
+                "set one of the two, or teacher.context, with which the policy is its own teacher"
+            )
+        if not 0 <= self.update_rate <= 1:
+            raise ValueError(f"teacher.update_rate is {self.update_rate}; it must lie in [0, 1]")
+        if not self.is_policy and self.update_rate != 0:
+            raise ValueError(
+                "teacher.update_rate is about a policy that is its own teacher: drop it, or "
+                "teacher.model and teacher.server"
+            )
+        if self.is_policy and self.update_rate == 1 and self.offload:
+            raise ValueError(
+                "teacher.offload is set, but the teacher is the policy, which stays where it is: "
+                "drop it"
             )
 
 

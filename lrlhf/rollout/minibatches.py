@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lrlhf.models.packed.packing import Tree, compact, find_trees, unfold
-from lrlhf.types import SequenceBatch
+from lrlhf.types import Rollout, SequenceBatch
 
 Batch = TypeVar("Batch", bound=SequenceBatch)
 
@@ -54,6 +55,9 @@ def _equal_groups(batch: SequenceBatch, size: int) -> Tensor | None:
 
 def trim(batch: Batch) -> Batch:
     """Drop the columns that are padding in every row."""
+    if isinstance(batch, Rollout) and batch.privileged is not None:  # of another width
+        privileged = trim(batch.privileged)
+        return replace(trim(replace(batch, privileged=None)), privileged=privileged)
     longest = max(1, int(batch.lengths.max()))
     width = batch.input_ids.shape[1]
     if longest == width:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from lrlhf.datamodules.rows.chat import ChatFormat
 from lrlhf.models.teacher import TeacherModel
 from lrlhf.modules import PPO, RLOO, DynamicSampling, Teacher
 from lrlhf.rewards import Rewards
@@ -164,10 +165,10 @@ def test_a_teacher_reads_episodes_that_end_with_the_engines_context(
         RLOO, language_model, tokenizer, rewards=None, engine=engine, teacher=Teacher(model=folder)
     )
     for engine.reads in (None, 19, 20):  # None: it has not started
-        module.teacher.check_prompts(prompts, "sampling")
+        module.teacher.check_prompts(prompts, "sampling", ChatFormat(tokenizer))
     engine.reads = 21
     with pytest.raises(ValueError, match=r"prompt of 8 and sampling\.max_new_tokens, 40"):
-        module.teacher.check_prompts(prompts, "sampling")
+        module.teacher.check_prompts(prompts, "sampling", ChatFormat(tokenizer))
 
 
 @pytest.mark.parametrize("forks", [False, True])

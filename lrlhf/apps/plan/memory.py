@@ -87,10 +87,13 @@ def reference_spec(options: Mapping[str, Any], policy: CausalLM) -> CausalLM | N
     return policy if policy.lora is None else None  # the policy without its adapters
 
 
-def teacher_spec(options: Mapping[str, Any]) -> CausalLM | None:
-    """Return what a teacher in the process is loaded from; None: there is none."""
-    entry = options_of(options.get("teacher")).get("model")
-    return None if entry is None else spec_of(entry, CausalLM, dtype="auto")
+def teacher_spec(options: Mapping[str, Any], policy: CausalLM) -> CausalLM | None:
+    """Return what a teacher model of its own is loaded from; None: there is no such model."""
+    teacher = options_of(options.get("teacher"))
+    if (entry := teacher.get("model")) is not None:
+        return spec_of(entry, CausalLM, dtype="auto")
+    own = teacher.get("context") and not teacher.get("server") and policy.lora is None
+    return policy if own and teacher.get("update_rate", 0) != 1 else None
 
 
 def reward_models(
@@ -343,7 +346,8 @@ class _PolicyMemory:
         return policy, phases.hold(weights, optimizer, accumulates=accumulates)
 
     def _hold_frozen(self) -> None:
-        for spec in (reference_spec(self._options, self._spec), teacher_spec(self._options)):
+        reference = reference_spec(self._options, self._spec)
+        for spec in (reference, teacher_spec(self._options, self._spec)):
             if spec is not None:
                 self._phases.hold_frozen(spec)
 

@@ -235,7 +235,7 @@ def _passes(
         yield "log-probabilities", policy
     if penalty is not None and reference is None:  # the policy without its adapters
         yield "reference", policy
-    for name, frozen in (("reference", reference), ("teacher", teacher_spec(options))):
+    for name, frozen in (("reference", reference), ("teacher", teacher_spec(options, spec))):
         if frozen is not None:
             model = skeleton(frozen, trainable=False)
             yield name, size_of(model, plain_model(model))

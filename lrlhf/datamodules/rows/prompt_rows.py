@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -197,28 +197,35 @@ def _not_none(value: Any) -> Any:
 class PromptTemplate:
     """A jinja2 template over the columns of a row, rendered in a sandbox."""
 
-    def __init__(self, template: str) -> None:
+    def __init__(
+        self,
+        template: str,
+        *,
+        setting: str = "prompt_template",
+        finalize: Callable[[Any], Any] = _not_none,
+    ) -> None:
+        self._setting = setting
         environment = BoundedEnvironment(
             undefined=jinja2.StrictUndefined,
             keep_trailing_newline=True,
             autoescape=False,
-            finalize=_not_none,
+            finalize=finalize,
         )
         try:
-            self._columns = sorted(
+            self.columns = sorted(
                 jinja2.meta.find_undeclared_variables(environment.parse(template))
             )
             self._template = environment.from_string(template)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(
-                f"prompt_template is no jinja2 template: {error.message} (line {error.lineno})"
+                f"{setting} is no jinja2 template: {error.message} (line {error.lineno})"
             ) from error
 
     def render(self, row: Row) -> str:
         """Fill in the columns of ``row``."""
-        for column in self._columns:
+        for column in self.columns:
             if column not in row:
-                raise missing_column(column, row, setting="prompt_template")
+                raise missing_column(column, row, setting=self._setting)
         try:
             text = str(self._template.render(row))
         except (
@@ -228,7 +235,7 @@ class PromptTemplate:
             ArithmeticError,
             LookupError,
         ) as error:
-            raise BadRow("prompt_template failed", f"{type(error).__name__}: {error}") from error
+            raise BadRow(f"{self._setting} failed", f"{type(error).__name__}: {error}") from error
         return valid_text(text, "the rendered template")
 
 

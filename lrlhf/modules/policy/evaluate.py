@@ -26,7 +26,7 @@ from lrlhf.rollout.records import written_text
 from lrlhf.rollout.responses import prompt_token_ids
 from lrlhf.run import Collectives, sample_seeds
 from lrlhf.statistics.repeated_samples import joint_metrics, temperature_name
-from lrlhf.types import PromptBatch, Rollout
+from lrlhf.types import PromptBatch
 
 _STREAM = 1_000_003
 """Keeps the random numbers of an evaluation apart from those of any training step."""
@@ -118,7 +118,7 @@ class Evaluator:
         settings: PolicySettings,
         *,
         seed: int,
-        distance: Callable[[Rollout, Iteration], dict[str, Tensor]] | None = None,
+        distance: Callable[[Collected, Iteration], dict[str, Tensor]] | None = None,
     ) -> None:
         self._sampler = sampler
         self._distance = distance
@@ -178,7 +178,7 @@ class Evaluator:
                 chosen = [seed for own in seeds for seed in own[first : first + self._at_once]]
                 collected = self._sampler.answer(batch, setting.sampling, chosen, it)
                 if self._distance is not None:
-                    collected = collected.with_extra_values(self._distance(collected.rollout, it))
+                    collected = collected.with_extra_values(self._distance(collected, it))
                 samples = [*self._taken(collected, prompts, setting, first)]
                 records += samples
                 self._observe(samples, collected.rollout.truncated.tolist(), numbers, groups)

@@ -332,6 +332,7 @@ class PolicyStep:
             measure_mismatch(now, micro, it.metrics)
         if on_policy:
             micro = start_from(micro, now, settings, it)
+        taught = micro.taught(micro.loss_mask)
         terms = policy_loss(
             out.logprobs,
             micro,
@@ -342,7 +343,7 @@ class PolicyStep:
             totals=totals,
             max_new_tokens=settings.sampling.max_new_tokens,
             entropy=out.entropy,
-            divergence=out.teacher and out.teacher.divergence,
+            divergence=out.teacher and out.teacher.divergence.where(taught, 0.0),
             teacher_coef=teacher.settings.coef if teacher else 0.0,
             off_policy_threshold=update.off_policy_threshold,
             metrics=it.metrics,
@@ -359,7 +360,7 @@ class PolicyStep:
             it.metrics.add("kl/loss", terms.kl, share)
         if out.teacher is not None:
             it.metrics.add("teacher/loss", terms.teacher, share)
-            measure_distance(out.teacher, now, micro.loss_mask, it.metrics)
+            measure_distance(out.teacher, now, taught, it.metrics)
         measure_update(now, out.entropy, micro, it.metrics, loss=loss)
         measure_importance(micro, it.metrics, settings.importance)
         return total, out

@@ -114,7 +114,7 @@ class Scorer:
         self, experience: Experience, distance: TeacherStatistics, it: Iteration
     ) -> Experience:
         """Measure the distance to the teacher, and turn it into a part of the advantages."""
-        policy, mask = before_update(experience), experience.response_mask
+        policy, mask = before_update(experience), experience.taught(experience.response_mask)
         measure_distance(distance, policy, mask, it.metrics)
         assert self._teacher is not None
         teacher = self._teacher.settings
@@ -175,7 +175,8 @@ class Scorer:
         self._free_gathered()
         assert own.distance is not None
         assert own.logprobs is not None
-        return distance_of_responses(own.distance, own.logprobs, rollout.response_mask)
+        mask = rollout.taught(rollout.response_mask)
+        return distance_of_responses(own.distance, own.logprobs, mask)
 
     def _own(
         self, rollout: Rollout, it: Iteration, *, logprobs: bool, entropy: bool, taught: bool

@@ -190,6 +190,13 @@ def _check_teacher(settings: PolicySettings) -> None:
             "teacher.placement reward gives one per token; choose a token loss "
             f"({TOKEN_LOSSES}), or teacher.placement: loss"
         )
+    plays = settings.episodes
+    rewritten = plays is not None and (plays.history != "tokens" or plays.agent is not None)
+    if teacher.context is not None and rewritten:
+        raise ValueError(
+            "teacher.context changes the prompt of a response, and episodes.agent or history: "
+            "template writes another one for each turn: leave them out, or drop context"
+        )
     if teacher.server is not None and sampling.temperature != 1:
         raise ValueError(
             "teacher.server gives log-probabilities at temperature 1, and sampling.temperature is "

@@ -6,15 +6,25 @@ from functools import partial
 from typing import Literal, TypeAlias
 
 import torch
+from peft import PeftModel
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from lrlhf.datamodules.rows.chat import ChatFormat
 from lrlhf.functional.distillation import TeacherRows, TeacherStatistics
 from lrlhf.functional.masking import masked_sum
 from lrlhf.models import CausalLM
-from lrlhf.models.teacher import TeacherModel, check_same_tokens, top_rows, vocabulary_size
+from lrlhf.models.teacher import (
+    TeacherModel,
+    check_same_tokens,
+    own_teacher,
+    top_rows,
+    vocabulary_size,
+)
 from lrlhf.models.text_limits import context_length
 from lrlhf.modules.metrics.metric_sums import MetricSums
 from lrlhf.modules.policy.load_policy import LoadedPolicy
+from lrlhf.modules.policy.privileged import PrivilegedContext
 from lrlhf.modules.policy.settings import PolicySettings
 from lrlhf.modules.settings import Teacher
 from lrlhf.rollout import RolloutEngine
@@ -59,14 +69,22 @@ class RunTeacher:
         """None: a server holds it."""
         self._server: TeacherServer | None = None
         self._checked = False
+        self.context: PrivilegedContext | None = None
         if self.settings.model is not None:
             self.model = _loaded(self.settings.model, policy)
             for option in self._responses:
                 self._check_room(1, option)
         elif self.settings.server is not None:
             self._server = TeacherServer(self.settings.server)
+        else:
+            self.model = own_teacher(policy.model, self.settings.update_rate)
+        if self.settings.context is not None:
+            limit = None if self.model is None else context_length(self.model.model)
+            self.context = PrivilegedContext(
+                self.settings.context, policy.tokenizer, self.settings.threshold, limit
+            )
 
-    def check_prompts(self, prompts: PromptBatch, option: Asking) -> None:
+    def check_prompts(self, prompts: PromptBatch, option: Asking, chat: ChatFormat) -> None:
         """Refuse prompts whose responses may become longer than what the teacher reads.
 
         It would answer, far off what it was trained for, and long responses may come late in a run.
@@ -74,21 +92,27 @@ class RunTeacher:
         Args:
             prompts: Of an iteration or an evaluation.
             option: How these are sampled.
+            chat: How prompts are rendered.
 
         Raises:
             ValueError: They may.
         """
-        self._check_room(int(prompts.attention_mask.sum(dim=1).max()), option)
+        longest = int(prompts.attention_mask.sum(dim=1).max())
+        if self.context is not None:
+            longest = max(longest, self.context.longest_prompt(prompts, chat))
+        self._check_room(longest, option)
 
     def _check_room(self, prompt: int, option: Asking) -> None:
         limit = None if self.model is None else context_length(self.model.model)
         response = self._responses[option]
         if limit is None or prompt + response <= limit or self._ends_within(limit):
             return
+        context = "" if self.context is None else "shorten teacher.context, "
         raise ValueError(
-            f"teacher.model reads {limit} tokens, fewer than a prompt of {prompt} and "
-            f"{option}.max_new_tokens, {response}: lower {option}.max_new_tokens, leave out longer "
-            "prompts (max_prompt_tokens of the data), or take a teacher with a longer context"
+            f"{'the policy' if self.settings.is_policy else 'teacher.model'} reads {limit} tokens, "
+            f"fewer than a prompt of {prompt} and {option}.max_new_tokens, {response}: "
+            f"lower {option}.max_new_tokens, {context}leave out longer prompts (max_prompt_tokens "
+            "of the data), or take a teacher with a longer context"
         )
 
     def _ends_within(self, limit: int) -> bool:
@@ -114,8 +138,27 @@ class RunTeacher:
         """Whether the teacher is asked once for each rollout, and what it said is kept."""
         return self._server is not None or self.settings.top_k is not None
 
+    @property
+    def moves(self) -> bool:
+        """Whether it is a moving average of the policy."""
+        return self.settings.is_policy and 0 < self.settings.update_rate < 1
+
+    def follow(self, policy: PreTrainedModel | PeftModel) -> None:
+        """Move an average by an iteration."""
+        if self.moves:
+            assert self.model is not None
+            self.model.mix(policy, self.settings.update_rate)
+
     def tokens(self, rollout: Rollout) -> TeacherTokens:
         """Ask the server about a rollout, or the model about a micro-batch of it."""
+        read, shape = rollout.privileged or rollout, rollout.input_ids.shape
+        mask, own = read.response_mask, rollout.response_mask
+        # beside the policy's tokens, in whatever columns the teacher has read them
+        return self._tokens(read).map(
+            lambda value: value.new_zeros(*shape, *value.shape[2:]).index_put((own,), value[mask])
+        )
+
+    def _tokens(self, rollout: SequenceBatch) -> TeacherTokens:
         num_ids = self.settings.top_k or 1
         vocabulary = vocabulary_size(self._policy.model)
         if self.model is not None:
@@ -138,7 +181,8 @@ class RunTeacher:
             return top_rows(batch, batch.teacher)
         assert self.model is not None, "what a server says is kept with the rollout"
         model = self.model.to(batch.input_ids.device)
-        return model.rows(batch, temperature=self._temperature)
+        read = (isinstance(batch, Rollout) and batch.privileged) or batch
+        return model.rows(read, temperature=self._temperature)
 
     def reshard(self) -> None:
         """Free what its passes have gathered, and with ``offload`` its place on the device."""

@@ -21,7 +21,7 @@ from lrlhf.modules.policy.iteration import Iteration
 from lrlhf.rollout import plan_micro_batches as plan_own
 from lrlhf.rollout.minibatches import MicroBatch, minibatches, trim
 from lrlhf.run.sequence_balancing import balance_over_ranks
-from lrlhf.types import Experience, SequenceBatch
+from lrlhf.types import Experience, Rollout, SequenceBatch
 
 if TYPE_CHECKING:
     from lrlhf.modules.policy.settings import PolicySettings
@@ -209,6 +209,9 @@ def plan_micro_batches(
         shared: Whether rows of one group may share what they begin with.
     """
     limit = it.module.token_budget.limit(max_tokens, it.device)
+    if isinstance(part, Rollout) and part.privileged is not None:
+        # the rows of the teacher, too, go through a model together
+        part = max(part, part.privileged, key=lambda rows: int(rows.lengths.sum()))
     plain = [plain_model(model) for model in models]
     plan = partial(
         plan_own,

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lrlhf.rollout.engines.synced_engine import EngineFailure
 from lrlhf.rollout.vllm.client import ServerClient
-from lrlhf.types import Rollout, TeacherTokens
+from lrlhf.types import SequenceBatch, TeacherTokens
 from lrlhf.vllm_worker.model_access import TOKEN_VARIABLE
 
 _ATTEMPTS = 4
@@ -57,7 +57,7 @@ class TeacherServer:
                     "family, or train on the teacher's responses with SFT"
                 )
 
-    def ask(self, rollout: Rollout, *, num_ids: int, vocabulary: int) -> TeacherTokens:
+    def ask(self, rollout: SequenceBatch, *, num_ids: int, vocabulary: int) -> TeacherTokens:
         """Return the teacher's log-probabilities of the response tokens.
 
         Args:
