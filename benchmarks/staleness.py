@@ -82,8 +82,10 @@ class Watch(RolloutListener, L.Callback):
         self.mixed.append(sum("weight_versions" in one for one in records) / len(records))
 
 
-def run(staleness: int, seed: int, *, iterations: int, lr: float, delay: float) -> Result:
-    """Train once."""
+def run(
+    staleness: int, seed: int, *, iterations: int, lr: float, delay: float, **options: Any
+) -> Result:
+    """Train once, with further options of `RLOO`."""
     L.seed_everything(seed, verbose=False)
     engine, watch = FlightEngine(delay=delay, seed=seed), Watch()
     module = RLOO(
@@ -93,10 +95,10 @@ def run(staleness: int, seed: int, *, iterations: int, lr: float, delay: float) 
         engine=engine,
         num_generations=8,
         sampling=Sampling(max_new_tokens=TOKENS),
-        reference=Reference(kl_coef=0.0),
         optimizer=OptimizerConfig(lr=lr),
         max_staleness=staleness,
         seed=seed,
+        **({"reference": Reference(kl_coef=0.0)} | options),
     )
     with tempfile.TemporaryDirectory() as folder:
         rows = [{"prompt": text} for text in PROMPTS]
