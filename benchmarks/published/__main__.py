@@ -79,7 +79,7 @@ def with_rates(study: Study, finished: FinishedRuns, seeds: Sequence[int]) -> di
 def table(findings: Mapping[str, Sequence[Finding]], seconds: Mapping[str, float]) -> str:
     """Return the claims and their verdicts as a table in Markdown."""
     lines = [
-        "| claim | paper | ours: effect and 95 % interval | verdict | seeds | minutes |",
+        "| claim | paper | ours: effect and 95 % interval | verdict | seeds | core minutes |",
         "|---|---|---|---|---|---|",
     ]
     for name, judged in findings.items():
@@ -100,7 +100,11 @@ def rate_table(chosen: Mapping[str, Mapping[str, Run]]) -> str:
         study = STUDIES[name]
         if study.rates:
             own = [one for one in variants if study.rate_of.get(one, one) == one]
-            picked = "; ".join(f"{one}: {variants[one].lr:g}" for one in own)
+            ends = (min(study.rates), max(study.rates))
+            picked = "; ".join(
+                f"{one}: {variants[one].lr:g}{' (an end)' * (variants[one].lr in ends)}"
+                for one in own
+            )
             lines.append(f"| {name} | {', '.join(f'{r:g}' for r in study.rates)} | {picked} |")
     return "\n".join(lines)
 

@@ -44,7 +44,7 @@ class Study:
 
 NO_WORSE = 0.05
 """Score by which a variant may be worse and still do for another one."""
-RATES = (1.6e-2, 3.2e-2, 6.4e-2, 1.28e-1)
+RATES = (1.6e-2, 3.2e-2, 6.4e-2, 1.28e-1, 2.56e-1)
 WIDE_RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 CLIPPED = "PPO's ratio, K = 3"
 
@@ -117,7 +117,7 @@ def _scaled(runs: Mapping[str, Measures]) -> float:
 LIGHTRFT = Study(
     paper="[LightRFT](https://github.com/opendilab/LightRFT), reward models",
     variants=REWARD_MODELS,
-    rates=(1e-3, 3e-3, 1e-2),
+    rates=(1e-3, 3e-3, 1e-2, 3e-2),
     chosen_by="accuracy",
     most_seeds=3,
     rate_of={
@@ -161,7 +161,7 @@ STALENESS = Study(
         "unclipped, K = 3": StaleRun(algorithm="unclipped"),
         CLIPPED: StaleRun(algorithm="ppo_ratio"),
     },
-    rates=(2e-3, 8e-3, 3.2e-2),
+    rates=(2e-3, 8e-3, 3.2e-2, 1.28e-1),
     chosen_by="score",
     rate_of={"unclipped, K = 3": "K = 0", CLIPPED: "K = 0"},
     claims=[
@@ -201,6 +201,12 @@ DR_GRPO = Study(
             text="wrong answers grow more under GRPO than under Dr. GRPO",
             paper="the bias is that of GRPO's averages",
             effect=_more("GRPO", "Dr. GRPO", "growth_wrong"),
+            unit="tokens",
+        ),
+        Claim(
+            text="under GRPO wrong answers grow more than right ones",
+            paper="the bias is against short wrong answers",
+            effect=lambda runs: runs["GRPO"]["growth_wrong"] - runs["GRPO"]["growth_right"],
             unit="tokens",
         ),
     ],
@@ -248,7 +254,6 @@ LORA_RATE = Study(
         for name in ("full", "rank 1")
         for rate in WIDE_RATES
     },
-    most_seeds=3,
     claims=[
         Claim(
             text="the best learning rate of LoRA is 10 times that of full training (3 to 30 times)",
