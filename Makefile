@@ -35,7 +35,7 @@ define install
 	$(BIN)/python -m pip install --quiet $(1) 2>&1 | { grep -v "WARNING: Location .* is ignored" || true; }; fi
 endef
 
-.PHONY: help setup vllm vllm-cpu quickstart check weight lint test test-all test-fast test-slow test-vllm gpu mutations soak fix docs audit clean
+.PHONY: help setup vllm vllm-cpu quickstart check weight lint test test-all test-fast test-slow test-vllm gpu mutations soak published fix docs audit clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -113,6 +113,13 @@ mutations: setup  ## break lrlhf on purpose in each way of tools/mutations: the 
 soak: setup vllm-cpu  ## kill 50 runs at random instants and compare their ends; 500 iterations for leaks
 	@$(TEST_ENV) OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.kills --work $(or $(WORK),runs/soak) \
 	--runs $(or $(RUNS),50) --seed $(or $(SEED),7)
+
+# a folder of runs for each commit, in which a stopped night goes on; WORK=FOLDER for another
+published: setup  ## claims of papers on a tiny model: the table, build/published.png and .json; nightly
+	@mkdir -p build
+	@$(TEST_ENV) OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.published --out build/published.png \
+	--json build/published.json \
+	--work $(or $(WORK),runs/published/$(shell git rev-parse --short HEAD 2>/dev/null || echo here))
 
 # in an environment of its own, so that what is looked at stays as it is
 $(AUDIT)/bin/pip-audit:

@@ -82,8 +82,10 @@ class Watch(RolloutListener, L.Callback):
         self.mixed.append(sum("weight_versions" in one for one in records) / len(records))
 
 
-def run(staleness: int, seed: int, *, iterations: int, lr: float, delay: float) -> Result:
-    """Train once."""
+def run(
+    staleness: int, seed: int, *, iterations: int, lr: float, delay: float, **options: Any
+) -> Result:
+    """Train once, with further options of `RLOO`."""
     L.seed_everything(seed, verbose=False)
     engine, watch = FlightEngine(delay=delay, seed=seed), Watch()
     module = RLOO(
@@ -93,23 +95,20 @@ def run(staleness: int, seed: int, *, iterations: int, lr: float, delay: float) 
         engine=engine,
         num_generations=8,
         sampling=Sampling(max_new_tokens=TOKENS),
-        reference=Reference(kl_coef=0.0),
         optimizer=OptimizerConfig(lr=lr),
         max_staleness=staleness,
         seed=seed,
+        **({"reference": Reference(kl_coef=0.0)} | options),
     )
-    with tempfile.TemporaryDirectory() as folder:
-        rows = [{"prompt": text} for text in PROMPTS]
-        started = time.perf_counter()
-        fit(
-            module,
-            Path(folder),
-            Path(folder),
-            steps=iterations,
-            callbacks=[VLLMWeightSync(probe_every=0), watch],
-            data=PromptDataModule(rows, batch_size=8, seed=seed),
-        )
-        seconds = time.perf_counter() - started
+    rows = [{"prompt": text} for text in PROMPTS]
+    started = time.perf_counter()
+    fit_quietly(
+        module,
+        steps=iterations,
+        callbacks=[VLLMWeightSync(probe_every=0), watch],
+        data=PromptDataModule(rows, batch_size=8, seed=seed),
+    )
+    seconds = time.perf_counter() - started
     return Result(
         score=final_score(module, seed),
         seconds=seconds / iterations,
@@ -151,7 +150,7 @@ def fresh_responses(module: RLOO, texts: Sequence[str], seed: int) -> list[str]:
     ]
 
 
-def fit_quietly(module: RLOO, *, steps: int, **options: Any) -> None:
+def fit_quietly(module: L.LightningModule, *, steps: int, **options: Any) -> None:
     """Train in a folder that is thrown away, without the table of sizes that ``fit`` prints."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         fit(module, Path(folder), Path(folder), steps=steps, **options)
