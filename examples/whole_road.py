@@ -20,9 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import yaml
-from sentiment_ratings import VaderRatings, member, source_distribution
-
-from lrlhf.datamodules import RatedText
+from sentiment_ratings import RatedText, VaderRatings, member, source_distribution
 
 sys.path.append(str(Path(__file__).with_suffix("")))
 from reviews import write_files

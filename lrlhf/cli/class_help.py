@@ -11,10 +11,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ArgumentParser
-
 from lrlhf.options.conversion import parameters_of
 from lrlhf.options.errors import ConfigError, hint
+from lrlhf.options.parser import constructor_options
 
 _CLASS = re.compile(r"^class ([A-Z]\w*)", re.MULTILINE)
 
@@ -82,13 +81,23 @@ def _options(kind: type) -> list[str]:
     # what is written in the source is a text already
     own = inspect.signature(kind).parameters
     lines = [_line(name, one.annotation, one.default) for name, one in own.items()]
-    if not any(one.kind is one.VAR_KEYWORD for one in own.values()):
+    if not _passes_on(kind):
         return lines
-    # options that the constructor passes on; the parser knows which it sets itself
-    names = ArgumentParser().add_class_arguments(kind, "class", fail_untyped=False)
-    passed = [name.rpartition(".")[2] for name in names]
     known, _ = parameters_of(kind)
-    return lines[:-1] + [_line(name, *known[name]) for name in passed if name not in own]
+    passed = (name for name in constructor_options(kind) if name not in own)
+    return lines[:-1] + [_line(name, *known[name]) for name in passed]
+
+
+def _passes_on(kind: type) -> bool:
+    """Whether other options reach a constructor of this library; another's may print when loaded."""
+    constructors = [base for base in kind.__mro__ if inspect.isfunction(vars(base).get("__init__"))]
+    for base in constructors:
+        if not base.__module__.startswith("lrlhf."):
+            return False
+        parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
+        if not any(one.kind is one.VAR_KEYWORD for one in parameters):
+            return base is not constructors[0]
+    return False
 
 
 def _line(name: str, kind: Any, default: Any) -> str:

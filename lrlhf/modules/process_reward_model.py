@@ -82,6 +82,7 @@ class ProcessRewardModel(RowModule[StepBatch]):
 
     eval_metric: ClassVar[str] = "eval/accuracy"
     stage: ClassVar[str] = "steps"
+    data_module: ClassVar[str] = "StepwiseDataModule"
     default_lr: ClassVar[float] = 1e-5
     output_name: ClassVar[str] = "the log-odds of steps"
 
@@ -153,7 +154,7 @@ class ProcessRewardModel(RowModule[StepBatch]):
 
     def rows_of(self, batch: StepBatch, it: Iteration, *, training: bool) -> StepBatch:
         """Return the rows, trained on the steps that are asked for."""
-        refuse_other_batch(self, batch, StepBatch, "StepwiseDataModule")
+        refuse_other_batch(self, batch, StepBatch, self.data_module)
         if not training or not self.last_step_only:
             return batch
         return replace(batch, response_mask=last_tokens(batch.response_mask))

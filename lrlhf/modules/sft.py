@@ -66,6 +66,7 @@ class SFT(LoadedPolicyModule, RowModule[SequenceBatch]):
 
     eval_metric: ClassVar[str] = "eval/mean_logprob"
     stage: ClassVar[str] = "supervised"
+    data_module: ClassVar[str] = "SupervisedDataModule"
     default_lr: ClassVar[float] = 2e-5
     output_name: ClassVar[str] = "the log-probabilities"
 
@@ -116,7 +117,7 @@ class SFT(LoadedPolicyModule, RowModule[SequenceBatch]):
 
     def rows_of(self, batch: SupervisedBatch, it: Iteration, *, training: bool) -> SequenceBatch:
         """Return the rows, trained on what the model can say."""
-        refuse_other_batch(self, batch, SupervisedBatch, "SupervisedDataModule")
+        refuse_other_batch(self, batch, SupervisedBatch, self.data_module)
         rows = batch.rows
         return replace(rows, response_mask=loss_tokens(self.policy, rows))
 

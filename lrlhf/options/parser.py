@@ -35,6 +35,12 @@ _load_yaml = get_loader("yaml")
 _typehints: Any = import_module("jsonargparse._typehints")
 _sort_subtypes, _load_value = _typehints.sort_subtypes_for_union, _typehints.load_value
 _spec_of = _typehints.subclass_spec_as_namespace
+_resolvers: Any = import_module("jsonargparse._parameter_resolvers")
+
+
+def constructor_options(kind: type) -> list[str]:
+    """Name the options of a class, those included that its constructor passes on to its base."""
+    return [one.name for one in _resolvers.get_signature_parameters(kind, "__init__")]
 
 
 def mark_quoted(value: Any) -> Any:

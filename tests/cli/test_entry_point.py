@@ -138,6 +138,11 @@ def test_a_class_is_explained_by_its_short_name(capsys: pytest.CaptureFixture[st
     assert "\n    source: str  (required)\n" in out
     assert "\n    batch_size: int = 8\n" in out
 
+    assert main(["help", "RemoteReward"]) == 0
+    out = capsys.readouterr().out
+    assert "\n    retries: int = 4\n" in out  # passed on to its base
+    assert "\n    service: " not in out.partition("Options and their defaults:")[2]
+
     # names of packages are imported when they are first used: a process of its own has none yet
     command = [sys.executable, "-m", "lrlhf", "help", "RLOO"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -216,7 +216,14 @@ def _of_rows(seen: CheckedRows) -> Iterator[str]:
             yield f"data     {split.what}: {note}"
 
 
-_CALLED = {"PromptBatch": "prompts", "PreferenceBatch": "pairs", "StoredRollout": "stored rollouts"}
+_CALLED = {
+    "PromptBatch": "prompts",
+    "PreferenceBatch": "pairs",
+    "StoredRollout": "stored rollouts",
+    "SupervisedBatch": "texts to learn",
+    "UnpairedBatch": "labelled answers",
+    "StepBatch": "answers in steps",
+}
 """What the batches hold, for messages."""
 
 
@@ -428,7 +435,10 @@ def _validates(data: Any) -> bool:
 
 
 def _accepted_batches(module: type | None) -> tuple[type, ...]:
-    """The classes of batches by the annotation of ``training_step``; none: not known."""
+    """The classes of batches, by ``data_module`` or ``training_step``; none: not known."""
+    if name := getattr(module, "data_module", None):
+        batch = _produced_batch(getattr(lrlhf.datamodules, name))
+        return () if batch is None else (batch,)
     try:
         hint = typing.get_type_hints(getattr(module, "training_step", None)).get("batch")
     except (NameError, TypeError, AttributeError):
