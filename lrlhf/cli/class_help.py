@@ -89,7 +89,7 @@ def _options(kind: type) -> list[str]:
 
 
 def _passes_on(kind: type) -> bool:
-    """Whether other options reach a constructor of this library; another's may print when loaded."""
+    """Whether other options reach a base of this library; loading another one may print."""
     constructors = [base for base in kind.__mro__ if inspect.isfunction(vars(base).get("__init__"))]
     for base in constructors:
         if not base.__module__.startswith("lrlhf."):
