@@ -62,9 +62,10 @@ class ModelSize(NamedTuple):
     def backward_passes(self) -> float:
         """Backward passes in units of forward ones, without what is recomputed.
 
-        One for the gradients of activations, and one for those of the weights that learn.
+        One for the gradients of activations, and one for those of the weights that learn. None
+        where no weight does.
         """
-        return 1 + self.trained / self.number
+        return 1 + self.trained / self.number if self.trained else 0.0
 
 
 def size_of(model: nn.Module, plain: PreTrainedModel) -> ModelSize:
@@ -118,4 +119,6 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device).lower()
+    if " mig " in name:  # a slice, named as the whole GPU is
+        return None
     return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)

@@ -48,6 +48,15 @@ def test_weights_that_do_not_learn_have_no_gradients_of_their_own() -> None:
     assert training_flops(adapted, TOKENS, 0) == pytest.approx(full * 2 / 3, rel=0.02)
 
 
+def test_a_frozen_teacher_has_no_backward_pass() -> None:
+    model = _model().requires_grad_(False)
+    ids = torch.randint(512, (1, TOKENS))
+    with FlopCounterMode(display=False) as counted:
+        model(input_ids=ids)
+    expected = counted.get_total_flops() - 2 * LAYERS * WIDTH * TOKENS**2  # the hidden half
+    assert training_flops(model, TOKENS, TOKENS**2) == pytest.approx(expected, rel=0.01)
+
+
 def test_experts_have_no_count() -> None:
     model = _model()
     model.config.num_experts = 4
@@ -61,6 +70,7 @@ def test_experts_have_no_count() -> None:
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA H200", 989e12),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
         ("Tesla T4", None),
     ],
 )

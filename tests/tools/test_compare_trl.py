@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +54,18 @@ def test_a_difference_of_rounding_alone_is_equal_work(
     assert len(differences) == len(named)
     for line, part in zip(differences, named, strict=True):
         assert part in line
+
+
+@pytest.mark.parametrize("weights_apart", [0.001, None])  # None: responses were drawn
+def test_fewer_steps_of_one_are_unequal_work(
+    report: ModuleType, weights_apart: float | None
+) -> None:
+    comparison: Any = _comparison(report, 0.5, weights_apart)
+    comparison.runs["trl"][0].steps.pop()
+    assert comparison.differences(report.TOLERANCES["float32"]) == [
+        "round 1: 2 steps beside 1",
+    ]
+    assert "| 1 | 0.7 | 0.7 |" in report.agreement_table(comparison)
 
 
 def test_the_gap_of_weights_is_relative_to_the_way(report: ModuleType, tmp_path: Path) -> None:

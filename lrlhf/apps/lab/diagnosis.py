@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _FEW = 8
 """Iterations of which a trend says nothing."""
+_FEW_UNITS = 20
+"""Groups, or iterations, whose spread is too uncertain to tell a fall of a reward."""
 _POWER = 2.8
 """Standard errors of a difference that is found in 80 % of all runs at a level of 5 %."""
 
@@ -244,6 +246,7 @@ class Evidence:
             name: fall(self.rows, f"held_out/{name}")
             for name in sorted(names)
             if f"rewards/{name}" not in self.rows
+            and self.rows.dropna(subset=[f"held_out/{name}"])["unit"].nunique() >= _FEW_UNITS
         }
         return {name: own for name, own in falls.items() if not math.isnan(own)}
 

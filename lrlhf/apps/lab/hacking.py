@@ -49,14 +49,16 @@ def fall(rows: pd.DataFrame, name: str) -> float:
 
     Returns:
         Negative where it has risen throughout; NaN where the score is nowhere lower than at the
-        end, or too few groups have the reward.
+        end, too few groups have the reward, or it is the same in all groups of a part.
     """
     groups = rows[["part", "unit", "score", name]].dropna().groupby(["part", "unit"]).mean()
     parts = groups.groupby("part")
     means, sizes = parts.mean(), parts.size()
     degrees = len(groups) - len(means)
     squares = ((groups[name] - parts[name].transform("mean")) ** 2).sum()
-    if len(means) < 2 or degrees < 1 or squares <= 0:
+    # equal values may differ from their mean by rounding
+    rounding = 1e-20 * (groups[name] ** 2).sum()
+    if len(means) < 2 or degrees < 1 or squares <= rounding:
         return math.nan
     last = means.iloc[-1]
     errors = np.sqrt(squares / degrees * (1 / sizes + 1 / sizes.iloc[-1]))
