@@ -21,11 +21,12 @@ from lrlhf.datamodules.rows.chat import ChatFormat
 from lrlhf.environments import Episodes
 from lrlhf.guard.dump import StepBundle, read_bundle, write_bundle
 from lrlhf.models import CausalLM, LoRA
+from lrlhf.models.teacher import TeacherModel
 from lrlhf.modules import PPO, RLOO, DynamicSampling, OptimizerConfig, Teacher, Update
 from lrlhf.modules.policy.privileged import PrivilegedContext
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Sampling, TransformersEngine
-from lrlhf.types import Experience, Rollout
+from lrlhf.types import Experience, Rollout, SequenceBatch
 from tests.conftest import build_language_model
 from tests.modules import test_episode_runs as episodes
 from tests.modules.policy_runs import Run, assert_same, fit, letters, moved, sgd, weights
@@ -146,7 +147,7 @@ def test_in_the_loss_the_step_is_down_the_divergence_of_informed_rows(
 @pytest.mark.parametrize(
     "context",
     ["{{ prompt }}", CONTEXT, " {% if answer %}a{% endif %}\n", lambda _: None, lambda _: " \n"],
-    ids=str,
+    ids=["prompt", "null", "blank", "none", "blank of a function"],
 )
 def test_without_context_the_term_is_exactly_0(taught, form: Any, context: Any) -> None:
     rows = [{**row, "answer": ""} for row in ROWS]
@@ -330,13 +331,38 @@ def test_micro_batches_packing_and_chunks_do_not_matter(taught, model_folder, fo
             ), name
 
 
-@pytest.mark.parametrize(
-    "context", ["{{ answer * 9 }}! {{ prompt }}", "{{ answer * 40 if answer in 'abcd' else none }}"]
-)
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_no_micro_batch_is_larger_to_the_teacher(
-    taught, model_folder, attention: str, context: str
+def test_no_micro_batch_is_larger_to_either_where_both_have_longer_rows(
+    taught, model_folder, monkeypatch
 ) -> None:
+    sizes: dict[str, list[int]] = {"teacher": [], "policy": []}
+    rows = TeacherModel.rows
+
+    def note(model: TeacherModel, batch: SequenceBatch, **options: Any) -> Any:
+        sizes["teacher"].append(batch.input_ids.numel())
+        return rows(model, batch, **options)
+
+    def note_own(_: Any, __: Any, given: dict[str, Any]) -> None:
+        if torch.is_grad_enabled():
+            sizes["policy"].append(given["input_ids"].numel())
+
+    monkeypatch.setattr(TeacherModel, "rows", note)
+    policy = CausalLM(source=model_folder, attn_implementation="eager")
+    loaded = policy.load()
+    loaded.base_model.register_forward_pre_hook(note_own, with_kwargs=True)
+    taught(
+        loaded,
+        tokenizer=policy.load_tokenizer(),
+        # the policy has more tokens in all, and the teacher the longer rows of every other prompt
+        teacher={"placement": "loss", "context": "{{ answer }}"},
+        update=Update(micro_batch_tokens=160),
+        rows=[{"prompt": "say a", "answer": "b" * 40}, {"prompt": "c" * 70, "answer": "d"}] * 2,
+    )
+    for noted in sizes.values():
+        assert 80 < max(noted) <= 160
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_no_micro_batch_is_larger_to_the_teacher(taught, model_folder, attention: str) -> None:
     sizes: list[int] = []
 
     def note(_: Any, __: Any, given: dict[str, Any]) -> None:
@@ -349,7 +375,7 @@ def test_no_micro_batch_is_larger_to_the_teacher(
     taught(
         loaded,
         tokenizer=policy.load_tokenizer(),
-        teacher={"placement": "loss", "context": context},
+        teacher={"placement": "loss", "context": "{{ answer * 9 }}! {{ prompt }}"},
         update=Update(micro_batch_tokens=150),
         rows=[{"prompt": f"say {word}", "answer": word} for word in "abcdefgh"],
     )
