@@ -346,6 +346,13 @@ class TrainingModule(ShowsOptions, L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         refuse_other_module(type(self), checkpoint, "what is loaded")
         refuse_other_weights(self, checkpoint)
+        if missing := self.stateful.keys() - checkpoint["lrlhf"].keys():
+            raise ValueError(
+                f"the checkpoint holds no state of {', '.join(sorted(missing))}, which this "
+                "configuration keeps (of a teacher: a moving average, as with teacher.update_rate "
+                "between 0 and 1): resume with the configuration that the run was started with, or "
+                "start a new run from the weights"
+            )
         for name, part in self.stateful.items():
             part.load_state_dict(checkpoint["lrlhf"][name])
 

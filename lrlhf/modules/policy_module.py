@@ -321,7 +321,10 @@ class PolicyModule(TrainingModule):
         if experience.privileged is None:  # a dump holds it
             experience = self._informed(experience, it.records)
         if (privileged := experience.privileged) is not None:
-            it.metrics.add_values("teacher/informed_fraction", privileged.informed.double())
+            informed = privileged.informed[experience.counted]
+            it.metrics.add_values("teacher/informed_fraction", informed.double())
+            if self.teacher is not None and self.teacher.context is not None:
+                self.teacher.context.observe(informed)
         experience = self.scorer(experience, it)
         return with_advantages(experience, self.running_scores.statistics, self.settings, it)
 

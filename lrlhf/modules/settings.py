@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -96,7 +97,7 @@ class Teacher:
             ``score``, ``feedback`` (what its environment said) and ``correct_response`` (another
             response to the prompt with a score of at least ``threshold``); or a function of these
             as one mapping, or its dotted path. Nothing is learnt from the teacher of a response
-            whose template writes an empty value, or whose function returns None.
+            whose template writes an empty value, or whose context is None or blank.
         threshold: Score from which on a response is a ``correct_response``.
         update_rate: Of a policy that is its own teacher. 0: with the weights it started with. 1: as
             they are. Between: with a moving average, of which each iteration replaces that share.
@@ -153,6 +154,8 @@ class Teacher:
                 f"teacher.model and teacher.server: {'both are' if both else 'neither is'} set; "
                 "set one of the two, or teacher.context, with which the policy is its own teacher"
             )
+        if math.isnan(self.threshold):
+            raise ValueError("teacher.threshold is nan, which no score reaches: set a number")
         if not 0 <= self.update_rate <= 1:
             raise ValueError(f"teacher.update_rate is {self.update_rate}; it must lie in [0, 1]")
         if not self.is_policy and self.update_rate != 0:

@@ -361,6 +361,28 @@ def test_prompts_alone_are_not_enough_for_a_reward_that_reads_more(
 
 
 @pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize(
+    ("context", "message"),
+    [
+        ("{{ prompt", "teacher.context is no jinja2 template"),
+        ("no.such.path", "teacher.context 'no.such.path' cannot be imported"),
+        ("{{ gould }} {{ prompt }}", "no column 'gould'; did you mean 'gold'"),
+        ("{{ gold + 1 }} {{ prompt }}", "teacher.context failed: TypeError"),
+        ("{{ gold }} {{ prompt }}", ""),
+    ],
+)
+def test_a_context_of_a_teacher_is_filled_from_the_first_rows(
+    model_folder: str, capsys: pytest.CaptureFixture[str], context: str, message: str
+) -> None:
+    model = {"policy": model_folder, "teacher": {"context": context}}
+    config = experiment("RLOO", model, _questions(8, gold="1"))
+    config["model"]["init_args"].pop("rewards", None)
+    Path("run.yaml").write_text(yaml.safe_dump(config))
+    assert run(["check", "--config", "run.yaml"]) == (2 if message else 0)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize(("new_tokens", "status"), [(250, 0), (251, 2)])
 def test_prompt_and_response_fill_the_context_and_no_more(
     model_folder: str, capsys: pytest.CaptureFixture[str], new_tokens: int, status: int

@@ -153,6 +153,21 @@ def test_a_reward_model_takes_its_time(capsys: pytest.CaptureFixture[str]) -> No
     assert seconds["score responses: preference"] == pytest.approx(expected, rel=0.005)
 
 
+@pytest.mark.parametrize("rate", [0, 1])
+@pytest.mark.parametrize("lora", [None, {"r": 4}])
+def test_a_policy_that_teaches_itself_takes_its_time(
+    capsys: pytest.CaptureFixture[str], rate: float, lora: dict[str, int] | None
+) -> None:
+    options = {
+        "policy": {"source": "model", "lora": lora},
+        "teacher": {"context": "{{ prompt }}!", "update_rate": rate},
+    }
+    seconds = _seconds(_planned(capsys, *FULL, prompts=PROMPTS, **options))
+    # adapters of rank 4 are a thousandth
+    expected = _forward(BODY + HEAD, prompts=1) / TRAINER
+    assert seconds["teacher"] == pytest.approx(expected, rel=0.01)
+
+
 def test_a_critic_is_asked_and_updated(capsys: pytest.CaptureFixture[str]) -> None:
     once = {"num_iterations": 1, "num_minibatches": 1}
     options = {"critic": {"model": "model"}, "reference": {"kl_coef": 0.0}, "update": once}

@@ -463,6 +463,9 @@ def test_first_steps_from_which_nothing_can_be_learnt_are_told_once(
     for _ in range(4):
         watch.observe(torch.tensor(cut_off) > 0, torch.tensor(differs) > 0, num_generations=2)
     assert [message.partition(":")[0].partition(",")[0] for message in caplog.messages] == told
+    taught = FirstResponses(max_new_tokens=3, taught=True)  # of equal groups, by a teacher
+    for _ in range(2):
+        taught.observe(torch.zeros(2) > 0, torch.zeros(1) > 0, num_generations=2)
     # of single responses there are no groups
     alone = FirstResponses(max_new_tokens=3)
     for _ in range(2):

@@ -2,23 +2,31 @@
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import datetime
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils import chat_template_utils
 
 from lrlhf.callbacks import RolloutLog
 from lrlhf.datamodules import PromptDataModule, ReplayDataModule
+from lrlhf.datamodules.rows.chat import ChatFormat
 from lrlhf.environments import Episodes
 from lrlhf.guard.dump import StepBundle, read_bundle, write_bundle
 from lrlhf.models import CausalLM, LoRA
+from lrlhf.models.teacher import TeacherModel
 from lrlhf.modules import PPO, RLOO, DynamicSampling, OptimizerConfig, Teacher, Update
+from lrlhf.modules.policy.privileged import PrivilegedContext
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Sampling, TransformersEngine
-from lrlhf.types import Experience
+from lrlhf.types import Experience, Rollout, SequenceBatch
 from tests.conftest import build_language_model
 from tests.modules import test_episode_runs as episodes
 from tests.modules.policy_runs import Run, assert_same, fit, letters, moved, sgd, weights
@@ -136,7 +144,11 @@ def test_in_the_loss_the_step_is_down_the_divergence_of_informed_rows(
 
 
 @FORMS
-@pytest.mark.parametrize("context", ["{{ prompt }}", CONTEXT, lambda _: None], ids=str)
+@pytest.mark.parametrize(
+    "context",
+    ["{{ prompt }}", CONTEXT, " {% if answer %}a{% endif %}\n", lambda _: None, lambda _: " \n"],
+    ids=["prompt", "null", "blank", "none", "blank of a function"],
+)
 def test_without_context_the_term_is_exactly_0(taught, form: Any, context: Any) -> None:
     rows = [{**row, "answer": ""} for row in ROWS]
     run = taught(teacher={**form, "context": context}, rows=rows)
@@ -319,6 +331,36 @@ def test_micro_batches_packing_and_chunks_do_not_matter(taught, model_folder, fo
             ), name
 
 
+def test_no_micro_batch_is_larger_to_either_where_both_have_longer_rows(
+    taught, model_folder, monkeypatch
+) -> None:
+    sizes: dict[str, list[int]] = {"teacher": [], "policy": []}
+    rows = TeacherModel.rows
+
+    def note(model: TeacherModel, batch: SequenceBatch, **options: Any) -> Any:
+        sizes["teacher"].append(batch.input_ids.numel())
+        return rows(model, batch, **options)
+
+    def note_own(_: Any, __: Any, given: dict[str, Any]) -> None:
+        if torch.is_grad_enabled():
+            sizes["policy"].append(given["input_ids"].numel())
+
+    monkeypatch.setattr(TeacherModel, "rows", note)
+    policy = CausalLM(source=model_folder, attn_implementation="eager")
+    loaded = policy.load()
+    loaded.base_model.register_forward_pre_hook(note_own, with_kwargs=True)
+    taught(
+        loaded,
+        tokenizer=policy.load_tokenizer(),
+        # the policy has more tokens in all, and the teacher the longer rows of every other prompt
+        teacher={"placement": "loss", "context": "{{ answer }}"},
+        update=Update(micro_batch_tokens=160),
+        rows=[{"prompt": "say a", "answer": "b" * 40}, {"prompt": "c" * 70, "answer": "d"}] * 2,
+    )
+    for noted in sizes.values():
+        assert 80 < max(noted) <= 160
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_no_micro_batch_is_larger_to_the_teacher(taught, model_folder, attention: str) -> None:
     sizes: list[int] = []
@@ -401,6 +443,25 @@ def test_dynamic_sampling_keeps_context_and_response_together(taught) -> None:
         assert bool(privileged.informed[row]) == (record["prompt"] in INFORMED)
 
 
+def test_rows_that_only_fill_a_batch_up_are_not_counted(taught) -> None:
+    def differs(completions: list[str], prompts: list[str]) -> list[float]:
+        assert len(completions) == len(prompts)
+        return [float(n % 2 and prompt.endswith("a")) for n, prompt in enumerate(prompts)]
+
+    run = taught(
+        rewards=Rewards([differs]),
+        algorithm="grpo",
+        dynamic_sampling=DynamicSampling(prompts=2),
+        rows=ROWS[:4],
+        teacher={"context": "{{ prompt if prompt[4:] == 'a' else none }}!"},
+    )
+    padding = [record["padding"] for record in run.records]
+    assert {*padding} == {True, False}
+    counted = run.experience.privileged.informed[~torch.tensor(padding)]
+    assert run.logged["teacher/informed_fraction"] == counted.float().mean()
+    assert counted.float().mean() != run.experience.privileged.informed.float().mean()
+
+
 def test_an_evaluation_measures_informed_responses(learner, train) -> None:
     data = PromptDataModule(ROWS, val=ROWS, batch_size=4)
     checks = {"limit_val_batches": 1.0, "num_sanity_val_steps": 0, "val_check_interval": 1}
@@ -415,6 +476,14 @@ def test_an_evaluation_measures_informed_responses(learner, train) -> None:
     ("teacher", "options", "culprit"),
     [
         ({"context": None}, {}, "neither is set.*teacher.context"),
+        ({"threshold": math.nan}, {}, "teacher.threshold is nan"),
+        ({"context": "{{ feedback }}"}, {}, "no episodes: set episodes"),
+        ({"context": "{{ correct_response }}"}, {}, "never one: set rewards"),
+        (
+            {"context": "{{ correct_response }}"},
+            {"rewards": Rewards([letters]), "algorithm": "distillation", "num_generations": 1},
+            "never one: set num_generations above 1",
+        ),
         ({"context": "{{ prompt"}, {}, "teacher.context is no jinja2 template"),
         ({"context": "no.such.name"}, {}, "teacher.context 'no.such.name' cannot be imported"),
         ({"context": "Answer well."}, {}, r"teacher.context 'Answer well.'"),
@@ -455,6 +524,151 @@ def test_a_misspelt_column_is_named(taught) -> None:
         taught(teacher={"context": "{{ answr }} {{ prompt }}"})
 
 
+@pytest.mark.parametrize("name", ["completion", "score", "correct_response"])
+def test_a_name_of_two_things_is_refused_before_anything_is_generated(taught, name: str) -> None:
+    rows = [{"prompt": "say a", "answer": "a", name: "of the row"}] * 4
+    options: dict[str, Any] = {"rewards": Rewards([letters]), "algorithm": "distillation"}
+    context = f"{{{{ {name} }}}} {{{{ prompt }}}}"
+    with pytest.raises(ValueError, match=f"reads '{name}', which every response has"):
+        taught(teacher={"context": context}, rows=rows, engine=Idle(), **options)
+    seen = []
+    taught(teacher={"context": lambda row: seen.append(row[name])}, rows=rows, **options)
+    assert seen
+    assert "of the row" not in seen, "a function gets what the response has"
+
+
+def test_an_extra_with_the_name_of_something_else_is_refused(taught) -> None:
+    def judge(completions: list[str], log_extra: Any) -> list[float]:
+        log_extra("score", [3.0] * len(completions))
+        return [0.0] * len(completions)
+
+    with pytest.raises(ValueError, match="reads 'score', which every response has"):
+        taught(
+            teacher={"context": "{{ score }} {{ prompt }}"},
+            rewards=Rewards([judge]),
+            algorithm="distillation",
+        )
+
+
+@pytest.mark.parametrize("returned", [b"text", 3, ["text"]])
+def test_a_function_returns_text_or_nothing(taught, returned: Any) -> None:
+    def own_context(_: Mapping[str, Any]) -> Any:
+        return returned
+
+    culprit = rf"own_context returned a {type(returned).__name__}, .*as text, or None"
+    with pytest.raises(ValueError, match=culprit):
+        taught(teacher={"context": own_context})
+
+
+def test_a_response_without_a_score_has_no_context_that_reads_one(taught) -> None:
+    def unscored(completions: list[str], prompts: list[str]) -> list[float | None]:
+        assert len(completions) == len(prompts)
+        return [None if prompt.endswith("a") else 0.0 for prompt in prompts]
+
+    run = taught(
+        teacher={"context": "{{ prompt if score < 1 else none }}!"},
+        rewards=Rewards([unscored]),
+        algorithm="distillation",
+        rows=[{"prompt": f"say {word}"} for word in "abcd"],
+    )
+    assert run.experience.privileged is not None
+    informed = run.experience.privileged.informed.tolist()
+    assert informed == [not record["prompt"].endswith("a") for record in run.records]
+    assert {*informed} == {True, False}
+
+
+def test_a_chat_without_a_turn_of_the_user_is_refused(taught) -> None:
+    rows = [{"prompt": [{"role": "system", "content": "say a"}], "answer": "a"}] * 4
+    with pytest.raises(ValueError, match=r"has none \(its turns: system\)"):
+        taught(rows=rows, engine=Idle())
+
+
+def test_a_context_that_no_response_has_is_told_once(taught, caplog) -> None:
+    taught(teacher={"context": lambda _: None}, steps=3)
+    assert caplog.text.count("no response of the first 2 steps has a context") == 1
+    taught(steps=3)
+    assert caplog.text.count("has a context") == 1
+
+
+def test_rewritten_histories_are_refused_by_name(taught) -> None:
+    run = taught()
+    experience = run.experience
+    forks = torch.zeros_like(experience.input_ids)
+    context = run.module.teacher.context
+    with pytest.raises(ValueError, match=r"history rewritten.*drop the context"):
+        context.rows(
+            replace(experience, forks=forks), run.records, ChatFormat(run.module.tokenizer)
+        )
+
+
+def test_a_dated_template_may_be_rendered_on_another_day(taught, tokenizer, monkeypatch) -> None:
+    before = tokenizer.chat_template
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}" + before
+    rows = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]
+    try:
+        run = taught(rows=rows)
+        privileged, context = run.experience.privileged, run.module.teacher.context
+        assert privileged is not None
+        monkeypatch.setattr(
+            chat_template_utils, "datetime", SimpleNamespace(now=lambda: datetime(2001, 2, 3))
+        )
+        chat = ChatFormat(tokenizer)
+        assert "03 Feb 2001" in chat.render(rows[0]["prompt"], {}, prompt=True)
+        again = context.rows(run.experience, run.records, chat)
+    finally:
+        tokenizer.chat_template = before
+    assert torch.equal(again.input_ids, privileged.input_ids)
+
+
+def sentencepiece(scheme: str) -> PreTrainedTokenizerFast:
+    """As that of Llama 2: letters, a mark for spaces, and one put before a text."""
+    letters_ = ["<s>", "</s>", "<unk>", "▁", *"abcdesy!"]
+    inner = Tokenizer(models.BPE({text: n for n, text in enumerate(letters_)}, []))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    inner.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    inner.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+@pytest.mark.parametrize("scheme", ["always", "first"])
+def test_prompts_of_sentencepiece_are_written_as_they_are(scheme: str) -> None:
+    tokenizer = sentencepiece(scheme)
+    seen = []
+
+    def note(row: Mapping[str, Any]) -> str:
+        seen.append(row["prompt"])
+        return f"{row['prompt']}!"
+
+    ids = tokenizer("say a")["input_ids"]
+    context = PrivilegedContext(note, tokenizer, 1.0, None)
+    row = torch.tensor([[*ids, 4, 5]])
+    rollout = Rollout(
+        input_ids=row,
+        attention_mask=row >= 0,
+        response_mask=torch.arange(row.shape[1])[None] >= len(ids),
+        sampling_logprobs=torch.zeros(row.shape),
+        group_ids=torch.zeros(1, dtype=torch.long),
+        truncated=torch.zeros(1, dtype=torch.bool),
+    )
+    record = {"group": 0, "token_ids": [4, 5], "columns": {}, "completion": "ab", "score": 0.0}
+    rows = context.rows(rollout, [{**record, "segments": []}], ChatFormat(tokenizer))
+    assert seen == ["say a"]
+    assert rows.input_ids.tolist() == [[*tokenizer("say a!")["input_ids"], 4, 5]]
+
+
+def test_resuming_with_an_average_that_was_not_kept_is_refused(learner, prompts, tmp_path) -> None:
+    file = tmp_path / "first.ckpt"
+    first = learner(teacher=own(update_rate=0.0))
+    fit(first, prompts, tmp_path, steps=2, callbacks=[SaveAfter(1, file)], limit_val_batches=0)
+    resumed = learner(teacher=own(update_rate=0.2))
+    with pytest.raises(ValueError, match=r"holds no state of teacher.*teacher\.update_rate"):
+        fit(resumed, prompts, tmp_path, steps=2, ckpt_path=str(file), limit_val_batches=0)
+
+
 def test_a_context_without_room_for_a_response_is_refused_before_one_is_generated(
     taught,
 ) -> None:
@@ -484,11 +698,12 @@ class Idle(TransformersEngine):
         raise AssertionError("nothing is to be generated")
 
 
-def test_a_prompt_that_is_not_rendered_again_is_refused(taught, tokenizer) -> None:
+@pytest.mark.parametrize("answer", ["a", ""])
+def test_a_prompt_that_is_not_rendered_again_is_refused(taught, tokenizer, answer: str) -> None:
     rows = [
         {
             "prompt": [{"role": "user", "content": "say a"}],
-            "answer": "a",
+            "answer": answer,
             "chat_template_kwargs": {"greeting": "hello"},
         }
     ] * 4
@@ -496,7 +711,7 @@ def test_a_prompt_that_is_not_rendered_again_is_refused(taught, tokenizer) -> No
     tokenizer.chat_template = "{{ greeting }}" + before
     try:
         with pytest.raises(ValueError, match=r"rendered again.*chat_template_kwargs"):
-            taught(rows=rows)
+            taught(rows=rows, engine=Idle())
     finally:
         tokenizer.chat_template = before
 

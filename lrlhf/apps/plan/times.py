@@ -235,6 +235,9 @@ def _passes(
         yield "log-probabilities", policy
     if penalty is not None and reference is None:  # the policy without its adapters
         yield "reference", policy
+    teacher = options_of(options.get("teacher"))
+    if teacher.get("context") and not teacher.get("server") and not teacher_spec(options, spec):
+        yield "teacher", policy  # itself, or without its adapters
     for name, frozen in (("reference", reference), ("teacher", teacher_spec(options, spec))):
         if frozen is not None:
             model = skeleton(frozen, trainable=False)

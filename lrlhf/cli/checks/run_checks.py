@@ -35,6 +35,7 @@ from lrlhf.media import MediaOptions, MediaProcessor, read_image
 from lrlhf.models import TextLimits
 from lrlhf.modules.policy.experience import SHOWN_OBSERVATIONS
 from lrlhf.modules.policy.iteration import BatchPlan, Quantity
+from lrlhf.modules.policy.privileged import check_filled, read_context
 from lrlhf.modules.policy.sample import check_compared, check_evaluation, check_extra_samples
 from lrlhf.modules.policy.settings import PolicySettings
 from lrlhf.options.errors import MistakeError, RefusedError
@@ -118,6 +119,7 @@ def check_run(
         if read is not None:
             yield f"rewards  read {', '.join(read) or 'no column'}"
         _tried(check_observations, settings, seen)
+        _tried(check_teacher_context, settings, seen)
         _tried(data_rows.check_reward_templates, model, seen)
         yield from _tried(_of_rewards, parts, seen, settings if trains else None) or ()
         yield from _tried(data_rows.shown_rows, seen, trained, show) or ()
@@ -313,6 +315,18 @@ def check_observations(settings: PolicySettings | None, seen: CheckedRows) -> No
         return
     if any(isinstance(row, PromptRow) and row.deferred for row in seen.train.rows):
         raise MistakeError(("model", "algorithm"), SHOWN_OBSERVATIONS)
+
+
+def check_teacher_context(settings: PolicySettings | None, seen: CheckedRows) -> None:
+    """Refuse a teacher's context that the first rows cannot fill."""
+    if settings is None or settings.teacher is None or settings.teacher.context is None:
+        return
+    rows = (row for split in seen.splits for row in split.rows if isinstance(row, PromptRow))
+    context = read_context(settings.teacher.context)
+    try:
+        check_filled(context, ((row.prompt, row.columns) for row in rows), scored=settings.scored)
+    except ValueError as error:
+        raise MistakeError(("model", "teacher", "context"), str(error)) from error
 
 
 def check_siblings(settings: PolicySettings | None, rewards: Rewards | None) -> None:

@@ -189,13 +189,16 @@ _RESPONSES = 64
 
 
 class FirstResponses:
-    """Says once if all responses of the first two iterations are cut off, or all groups equal."""
+    """Says once if all responses of the first two iterations are cut off, or all groups equal.
 
-    def __init__(self, max_new_tokens: int) -> None:
+    Equal groups are not worth a word where a teacher (``taught``) says something of each response.
+    """
+
+    def __init__(self, max_new_tokens: int, *, taught: bool = False) -> None:
         self._max_new_tokens = max_new_tokens
         self._iterations = 0
         self._responses = self._groups = 0
-        self._all_cut_off = self._all_equal = True
+        self._all_cut_off, self._all_equal = True, not taught
 
     def observe(self, truncated: Tensor, informative: Tensor, *, num_generations: int) -> None:
         """Take in an iteration of this process.

@@ -104,7 +104,8 @@ class Sampler:
         self._seed = seed
         self._ready = False
         self._constant = ConstantRewards()
-        self._first = FirstResponses(settings.sampling.max_new_tokens)
+        taught = settings.teacher is not None
+        self._first = FirstResponses(settings.sampling.max_new_tokens, taught=taught)
         check_engine(engine, settings)
         check_generating_ahead(settings, rewards)
         check_compared(rewards, settings.num_generations)

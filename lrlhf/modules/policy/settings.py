@@ -24,6 +24,7 @@ from lrlhf.functional.algorithms import (
 from lrlhf.functional.algorithms.ppo import PPO_CLIP
 from lrlhf.functional.names import unknown_name
 from lrlhf.modules.policy.iteration import largest_divisor
+from lrlhf.modules.policy.privileged import names_in, read_context
 from lrlhf.modules.settings import (
     AUTOMATIC,
     Advantage,
@@ -190,17 +191,35 @@ def _check_teacher(settings: PolicySettings) -> None:
             "teacher.placement reward gives one per token; choose a token loss "
             f"({TOKEN_LOSSES}), or teacher.placement: loss"
         )
-    plays = settings.episodes
-    rewritten = plays is not None and (plays.history != "tokens" or plays.agent is not None)
-    if teacher.context is not None and rewritten:
-        raise ValueError(
-            "teacher.context changes the prompt of a response, and episodes.agent or history: "
-            "template writes another one for each turn: leave them out, or drop context"
-        )
+    if teacher.context is not None:
+        _check_names(settings, names_in(read_context(teacher.context)))
     if teacher.server is not None and sampling.temperature != 1:
         raise ValueError(
             "teacher.server gives log-probabilities at temperature 1, and sampling.temperature is "
             f"{sampling.temperature:g}: set it to 1, or load the teacher with teacher.model"
+        )
+
+
+def _check_names(settings: PolicySettings, names: frozenset[str]) -> None:
+    """Refuse a context of a teacher that reads what there never is."""
+    if "feedback" in names and settings.episodes is None:
+        raise ValueError(
+            "teacher.context reads feedback, what the environment of episodes says, and there are "
+            "no episodes: set episodes, or read a column or an extra of another name"
+        )
+    lacks = "" if settings.num_generations > 1 else "num_generations above 1"
+    lacks = lacks if settings.scored else "rewards"
+    if "correct_response" in names and lacks:
+        raise ValueError(
+            "teacher.context reads correct_response, another response to the prompt with a high "
+            f"score, and there is never one: set {lacks}, or leave it out"
+        )
+    plays = settings.episodes
+    rewritten = plays is not None and (plays.history != "tokens" or plays.agent is not None)
+    if rewritten:
+        raise ValueError(
+            "teacher.context changes the prompt of a response, and episodes.agent or history: "
+            "template writes another one for each turn: leave them out, or drop context"
         )
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.guard.anomalies import StepWatch, locate, locate_in
@@ -163,6 +164,8 @@ def minibatches_of(
     for model in models:
         model.train()
     experience = replace(experience, columns=None)  # the advantages are made of them
+    if settings.teacher is None or settings.teacher.placement == "reward":  # so are they of these
+        experience = replace(experience, privileged=None)
     size = settings.minibatch_rows(len(experience), it.ranks)
     split = _split_texts(texts, len(experience) // size)
     for _ in range(settings.update.num_iterations):
@@ -209,9 +212,9 @@ def plan_micro_batches(
         shared: Whether rows of one group may share what they begin with.
     """
     limit = it.module.token_budget.limit(max_tokens, it.device)
-    if isinstance(part, Rollout) and part.privileged is not None:
+    if isinstance(part, Rollout) and part.privileged is not None and part.teacher is None:
         # the rows of the teacher, too, go through a model together
-        part = max(part, part.privileged, key=lambda rows: int(rows.lengths.sum()))
+        part = _longer_rows(part, part.privileged)
     plain = [plain_model(model) for model in models]
     plan = partial(
         plan_own,
@@ -226,3 +229,20 @@ def plan_micro_batches(
         return own
     most = it.ranks.max(torch.tensor(float(len(own)), device=it.device))
     return own if int(most) == len(own) else plan(at_least=int(most))
+
+
+def _longer_rows(first: SequenceBatch, second: SequenceBatch) -> SequenceBatch:
+    """Take the longer one of two rows each, of batches that a model reads in turn."""
+    longer = (second.lengths > first.lengths)[:, None]
+    width = max(first.input_ids.shape[1], second.input_ids.shape[1])
+
+    def chosen(one: Tensor, other: Tensor) -> Tensor:
+        one, other = (functional.pad(rows, (0, width - rows.shape[1])) for rows in (one, other))
+        return torch.where(longer, other, one)
+
+    return SequenceBatch(
+        input_ids=chosen(first.input_ids, second.input_ids),
+        attention_mask=chosen(first.attention_mask, second.attention_mask),
+        response_mask=chosen(first.response_mask, second.response_mask),
+        group_ids=first.group_ids,
+    )
