@@ -198,6 +198,16 @@ def run_lrlhf(options: argparse.Namespace, folder: Path) -> Run:
     return run
 
 
+def _shared(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return the options of all three modules."""
+    return {
+        "tokenizer": tokenizer,
+        "optimizer": optimizer_config(options),
+        "max_grad_norm": options.clip,
+        "seed": options.seed,
+    }
+
+
 def _reward_model(
     options: argparse.Namespace, folder: Path, tokenizer: PreTrainedTokenizerBase
 ) -> RewardModel:
@@ -205,31 +215,22 @@ def _reward_model(
         ScoreModel(
             source=str(folder / "model"), gradient_checkpointing=options.lrlhf_checkpointing
         ).load(),
-        tokenizer=tokenizer,
-        optimizer=optimizer_config(options),
-        max_grad_norm=options.clip,
-        seed=options.seed,
+        **_shared(options, tokenizer),
     )
 
 
 def _dpo(options: argparse.Namespace, folder: Path, tokenizer: PreTrainedTokenizerBase) -> DPO:
     return DPO(
         lrlhf_policy(options, folder),
-        tokenizer=tokenizer,
         beta=options.beta,
-        optimizer=optimizer_config(options),
-        max_grad_norm=options.clip,
-        seed=options.seed,
+        **_shared(options, tokenizer),
     )
 
 
 def _sft(options: argparse.Namespace, folder: Path, tokenizer: PreTrainedTokenizerBase) -> SFT:
     return SFT(
         lrlhf_policy(options, folder),
-        tokenizer=tokenizer,
-        optimizer=optimizer_config(options),
-        max_grad_norm=options.clip,
-        seed=options.seed,
+        **_shared(options, tokenizer),
     )
 
 

@@ -358,16 +358,17 @@ class Iteration:
             lengths: Tokens of each row.
             micro_batches: Which rows go together.
         """
+        computed = [min(one.computed, one.tokens) for one in micro_batches]
+        self._updated_tokens += sum(computed)
+        if peak_flops(self.device) is None:
+            return
         squares = lengths.double().square()
-        tokens, pairs = 0, 0.0
-        for one in micro_batches:
-            useful = min(one.computed, one.tokens)
-            tokens += useful
-            pairs += float(squares[one.rows].sum()) * useful / max(1, one.tokens)
-        self._updated_tokens += tokens
-        if peak_flops(self.device) is not None:
-            for model in {id(plain_model(model)): model for model in models}.values():
-                self._update_flops += training_flops(model, tokens, pairs)
+        pairs = sum(
+            float(squares[one.rows].sum()) * count / max(1, one.tokens)
+            for one, count in zip(micro_batches, computed, strict=True)
+        )
+        for model in {id(plain_model(model)): model for model in models}.values():
+            self._update_flops += training_flops(model, sum(computed), pairs)
 
     def measure_costs(self, tokens: float, generated: float = 0.0) -> None:
         """Report seconds by phase, memory, and the speed of this rank.
