@@ -1,4 +1,4 @@
-"""Weight sync: the policy's weights in an engine that has a copy of its own."""
+"""Weight synchronisation (weight sync): the policy's weights in an engine with its own copy."""
 
 from __future__ import annotations
 

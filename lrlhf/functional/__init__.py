@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     from lrlhf.functional.algorithms.dppo import divergence_masked_policy_loss
     from lrlhf.functional.algorithms.gmpo import geometric_mean_policy_loss
     from lrlhf.functional.algorithms.kl_cov import kl_cov_policy_loss
+    from lrlhf.functional.algorithms.luspo import length_scaled_policy_loss
     from lrlhf.functional.algorithms.sapo import soft_gate_policy_loss
+    from lrlhf.functional.algorithms.vespo import gamma_weighted_policy_loss
     from lrlhf.functional.distillation import generalized_jsd, teacher_advantages
     from lrlhf.functional.importance import (
         IMPORTANCE_MODES,
@@ -138,6 +140,7 @@ __all__ = [
     "dft_loss",
     "discounted_returns",
     "divergence_masked_policy_loss",
+    "gamma_weighted_policy_loss",
     "generalized_advantages",
     "generalized_jsd",
     "geometric_mean_policy_loss",
@@ -154,6 +157,7 @@ __all__ = [
     "kl_cov_policy_loss",
     "kl_estimate",
     "leave_one_out_advantages",
+    "length_scaled_policy_loss",
     "log_exp_loss",
     "masked_mean",
     "masked_sum",

@@ -111,7 +111,8 @@ class Estimator(NamedTuple):
         Args:
             advantages: As the estimator returns them.
             mask: The tokens that count.
-            whiten: `lrlhf.functional.whiten` of this process, or of all ranks.
+            whiten: `lrlhf.functional.whiten` of this process, which adds ``eps`` to the variance;
+                `lrlhf.run.Collectives.whiten`, of all ranks, adds it to the deviation.
         """
         if self.normalize == "token":
             return whiten(advantages, mask, eps=1e-8) * mask
@@ -151,7 +152,8 @@ class PolicyLoss(NamedTuple):
     level: Literal["token", "sequence"] = "token"
     """Whether it takes advantages and returns losses ``[B, T]`` or ``[B]``."""
     aggregate: Aggregate = "token_mean"
-    """Mode of :func:`lrlhf.functional.policy.aggregate`; for sequences, their mean."""
+    """Mode of :func:`lrlhf.functional.policy.aggregate`. A loss per sequence is always
+    averaged over the sequences; then it is the mode of terms per token, see `term_aggregate`."""
     options: Mapping[str, Any] = {}
     """Keyword arguments of the function."""
     clips_tokens: bool = False

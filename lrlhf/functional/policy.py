@@ -225,7 +225,7 @@ def aggregate(
     mode: str,
     denominator: float | Real[Tensor, ""] | None = None,
 ) -> Float[Tensor, ""]:
-    """Reduce a loss per token to one number.
+    """Loss aggregation: reduce a loss per token to one number.
 
         sequence_mean   Σ_sequences (mean over its tokens) / sequences
         sequence_sum    Σ_tokens / sequences

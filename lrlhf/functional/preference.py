@@ -33,7 +33,7 @@ def implicit_rewards(
         ref_logprobs: Of the reference; None: there is none, and log π_ref is 0.
         response_mask: Tokens of the answers.
         beta: Strength of the pull towards the reference.
-        length_normalized: Take the mean over an answer's tokens, not their sum.
+        length_normalized: Take the mean over an answer's tokens, not their sum (SimPO).
 
     Reference:
         Rafailov et al. 2023, eq. 5, https://arxiv.org/abs/2305.18290; without a reference and

@@ -35,7 +35,7 @@ from lrlhf.types import SequenceBatch
 
 
 class ReferencePolicy:
-    """Log-probabilities of a policy that gets no gradient, from a model of its own.
+    """The reference model: log-probabilities of a policy that gets no gradient.
 
     It is deliberately no ``nn.Module``: as an attribute of one it would be trained, sharded and
     saved with it.

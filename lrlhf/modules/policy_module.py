@@ -128,11 +128,11 @@ class PolicyModule(TrainingModule):
         optimizer: AdamW and its schedule, counted in iterations.
         guard: What counts as an anomaly, whose step is left out, and when to give up.
         dynamic_sampling: Train on groups that teach something only; None: on all.
-        max_staleness: Bounded staleness of asynchronous rollouts: iterations that the weights which
-            sample a token may be behind those that train on it. 0: each iteration generates its
-            own responses. 1: those of the next one are generated while this one trains. Above 1:
-            those of so many, by an engine that takes new weights while it generates. Above 0 needs
-            an engine in a process of its own (`VLLMServerEngine`).
+        max_staleness: Bounded staleness of asynchronous (off-policy) rollouts: iterations that the
+            weights which sample a token may be behind those that train on it. 0: each iteration
+            generates its own responses. 1: those of the next one are generated while this one
+            trains. Above 1: those of so many, by an engine that takes new weights while it
+            generates. Above 0 needs an engine in a process of its own (`VLLMServerEngine`).
         allow_truncated_sampling: Train on responses sampled with top_p, top_k or min_p with
             probabilities over the whole vocabulary, which are not those sampled from. False:
             probabilities are renormalised over what was left (`lrlhf.types.SamplingMask`).

@@ -14,7 +14,9 @@ class RLOO(PolicyModule):
     One training step is one iteration: generate ``num_generations`` responses to each prompt of the
     batch, score them, turn the scores into advantages, take the optimizer steps.
     ``trainer.global_step`` counts iterations. A batch of stored rollouts takes the place of the
-    first two. Any `Algorithm` that needs no critic fits: GRPO, Dr. GRPO, DAPO, GSPO, ReMax, ….
+    first two. The KL to the reference is a part of the reward, or a term of the loss with
+    ``reference.placement: loss``, never both. Any `Algorithm` that needs no critic fits: GRPO,
+    Dr. GRPO, DAPO, GSPO, ReMax, ….
 
     Reference:
         Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740

@@ -184,8 +184,8 @@ class Advantage:
         scale_rewards: Divide scores by the running standard deviation of all scores so far
             ("std"), or also subtract their running mean ("mean_std"); before everything else.
         reward_clip_range: Lowest and highest score, applied next.
-        normalize: Shift and scale the advantages of all ranks to mean 0 and deviation 1. None does
-            what the estimator's paper does.
+        normalize: Advantage normalisation (whitening): shift and scale the advantages of all ranks
+            to mean 0 and deviation 1. None does what the estimator's paper does.
         clip: Bound on the absolute value of every advantage, after all else; None: no bound.
         credit: Where the rewards of turns count. "turn": at the end of their turn, with algorithms
             that read them (ppo, reinforce, reinforce_plus_plus, rloo_turn, mt_grpo); for the
@@ -234,12 +234,13 @@ class Update:
             dapo, dr_grpo, cpgd, sapo, vespo, dppo, clip_cov, kl_cov, reinforce, remax), or the
             import path of a function or `PolicyLoss` of yours.
         options: Keyword arguments of the loss, for example ``clip_high: 0.28``.
-        aggregate: What a loss per token, and the KL and entropy terms beside it, are averaged over:
-            token_mean, sequence_mean, sequence_sum or constant. None: as the algorithm has it for
-            its own loss, else as the loss's paper. With one ratio per response the KL and entropy
-            terms are summed over each response (sequence_clip) or averaged (gspo), like the
-            logarithm of its ratio; the router's and the texts' losses follow.
-        num_iterations: Passes over each rollout.
+        aggregate: Loss aggregation (token-level, sequence-level): what a loss per token, and the KL
+            and entropy terms beside it, are averaged over: token_mean, sequence_mean, sequence_sum
+            or constant. None: as the algorithm has it for its own loss, else as the loss's paper.
+            With one ratio per response the KL and entropy terms are summed over each response
+            (sequence_clip) or averaged (gspo), like the logarithm of its ratio; the router's and
+            the texts' losses follow.
+        num_iterations: Passes (epochs, μ of GRPO) over each rollout.
         num_minibatches: Optimizer steps per pass, each on an equal share of the rollout. None: 4
             in `PPO`, or as near below as divides a process's responses; 1 elsewhere.
         minibatch_size: The same said otherwise: responses of all processes per optimizer step.
@@ -327,7 +328,8 @@ class ImportanceSampling:
     denominator changes.
 
     Args:
-        mode: What becomes of the ratio: token_truncate (TIS), token_mask (IcePop),
+        mode: What becomes of the ratio: token_truncate (truncated importance
+            sampling, TIS), token_mask (IcePop),
             sequence_truncate, sequence_mask or sequence_mean_mask, see
             `lrlhf.functional.importance_weights`; none: no weights, whatever the engine. Or a
             preset of verl's by its name, which also says what is rejected

@@ -34,7 +34,7 @@ def advantages_of(columns: dict[str, Tensor], scores: Tensor, size: int) -> Tens
         as_experience(rollout, scores=scores),
         algorithm=assembled(settings),
         settings=settings,
-        reward_kl=None,
+        reward_kl_estimator=None,
         kl_coef=0.0,
         num_generations=size,
         whiten=one_process().whiten,

@@ -18,7 +18,7 @@ from lrlhf.functional import (
     token_covariance,
 )
 from lrlhf.modules.policy.experience import as_experience, mark_covariant
-from lrlhf.modules.policy.objective import Denominators, denominators, policy_loss
+from lrlhf.modules.policy.objective import Denominators, denominators, loss_terms
 from lrlhf.types import Experience, Rollout
 
 GOLDEN = Path(__file__).parents[1] / "functional" / "golden" / "policy_losses.json"
@@ -67,7 +67,7 @@ def evaluate(
     logprobs = inputs["logprobs"].clone().requires_grad_()
     index = torch.arange(len(logprobs)) if rows is None else torch.tensor(rows)
     settings = {"kl_coef": 0.0, "kl_estimator": "k3", "entropy_coef": 0.0, "max_new_tokens": 9}
-    terms = policy_loss(
+    terms = loss_terms(
         logprobs[index],
         experience.select(index),
         loss=loss,

@@ -18,7 +18,7 @@ from lrlhf.modules.policy.objective import (
     Denominators,
     LossTerms,
     denominators,
-    policy_loss,
+    loss_terms,
     summed_tokens,
 )
 from lrlhf.modules.policy.settings import assemble_algorithm
@@ -58,7 +58,7 @@ def with_advantages(
         experience,
         algorithm=assembled(settings),
         settings=settings,
-        reward_kl="k1",
+        reward_kl_estimator="k1",
         kl_coef=kl_coef,
         num_generations=num_generations,
         whiten=one_process().whiten,
@@ -83,7 +83,7 @@ def loss_of(
 ) -> LossTerms:
     defaults = {"entropy_coef": 0.01, "kl_estimator": "k3", "kl_coef": 0.1, "max_new_tokens": 9}
     totals = totals or Denominators(*denominators(experience))
-    return policy_loss(
+    return loss_terms(
         logprobs,
         experience,
         loss=loss,

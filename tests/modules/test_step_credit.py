@@ -171,7 +171,7 @@ def test_gae_sees_each_reward_at_its_step_by_hand(tokenizer: PreTrainedTokenizer
             experience,
             algorithm=assembled(chosen),
             settings=chosen,
-            reward_kl=None,
+            reward_kl_estimator=None,
             kl_coef=0.0,
             num_generations=1,
             whiten=one_process().whiten,

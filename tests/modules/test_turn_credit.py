@@ -47,7 +47,7 @@ def credited(
         experience,
         algorithm=assembled(settings, update),
         settings=settings,
-        reward_kl=None,
+        reward_kl_estimator=None,
         kl_coef=0.0,
         num_generations=2,
         whiten=one_process().whiten,

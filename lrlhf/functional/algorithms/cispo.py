@@ -2,6 +2,8 @@
 
     L = -mean over tokens of sg(min(ρ_it, ratio_max)) A_i log π(y_it)
 
+The lower bound of eq. 5 is left out: the paper sets it so that it never acts.
+
 Reference:
     MiniMax 2025, eq. 4-5, https://arxiv.org/abs/2506.13585
 """

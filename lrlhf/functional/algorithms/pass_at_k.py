@@ -4,6 +4,7 @@
     A_i = (mean of M_S over the S with i - mean of M_S over all S) / (std of M_S over all S + eps)
     L   = GRPO's
 
+Every response of the group is trained on: it is neither best-of-n nor rejection sampling (RAFT).
 All subsets are counted in closed form. With k = 1 the advantages are GRPO's, with the biased
 standard deviation.
 

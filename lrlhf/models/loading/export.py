@@ -75,7 +75,7 @@ def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:
 
 @torch.no_grad()
 def merged_state_dict(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
-    """Return a model's weights under their original names, its active LoRA adapters added in.
+    """LoRA merge: return a model's weights under their original names, active adapters added in.
 
     Quantised weights are restored, and split ones put together in main memory: then all ranks must
     call this, and those that do not ``keep`` only bring their parts. Tensors that none of this

@@ -212,8 +212,8 @@ class PretrainedSpec:
     Packed rows go through FlexAttention, but not with ``sdpa``, nor with None on CPUs. ``eager``
     stands in for ``sdpa`` where that leaves out what a model asks for (Gemma 2)."""
     gradient_checkpointing: bool | Literal["auto"] = "auto"
-    """Recompute activations in the backward pass instead of keeping them. ``auto``: where there is
-    a GPU, for models of more than three billion weights."""
+    """Gradient checkpointing: recompute activations in the backward pass instead of keeping them.
+    ``auto``: where there is a GPU, for models of more than three billion weights."""
     activation_offload: bool = False
     """Keep what `gradient_checkpointing` recomputes from, the inputs of the blocks, in main memory:
     frees 2 bytes (in 16 bits) per token, layer and hidden unit of a GPU, and costs copies."""

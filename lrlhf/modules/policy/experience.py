@@ -127,11 +127,12 @@ def with_advantages(
         experience = start_from(experience, experience.old_logprobs, settings, it)
     if settings.advantage.scale_rewards != "none":
         it.metrics.add("rollout/running_std", statistics.std, 1.0)
+    kl_estimator = settings.reference.kl_estimator or "k1"
     experience = compute_advantages(
         experience,
         algorithm=settings.algorithm,
         settings=settings.advantage,
-        reward_kl=(settings.reference.kl_estimator or "k1") if settings.kl_in_reward else None,
+        reward_kl_estimator=kl_estimator if settings.kl_in_reward else None,
         kl_coef=it.kl_coef,
         num_generations=settings.num_generations,
         whiten=it.ranks.whiten,
@@ -238,7 +239,7 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
     *,
     algorithm: Algorithm,
     settings: Advantage,
-    reward_kl: str | None,
+    reward_kl_estimator: str | None,
     kl_coef: float,
     num_generations: int,
     whiten: Whiten,
@@ -250,7 +251,8 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
 ) -> Experience:
     """Turn the scores of a rollout into advantages per token.
 
-    The order is TRL's: clip the scores, subtract the KL penalty, take the baseline, whiten; then
+    The order is TRL's: clip the scores, subtract the KL penalty (the estimator does it), take the
+    baseline, whiten; then
     bound what came of it. Scores are scaled before all that, and rewards of turns with them;
     clipping a score leaves the rewards of turns as they are, and the last token takes the
     difference.
@@ -262,7 +264,7 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
         algorithm: Its estimator, and what that wants whitened.
         settings: Scaling, clipping, and what becomes of rewards of turns and of truncated
             responses.
-        reward_kl: Estimator (k1, k2, k3) of the KL penalty in the reward; None: there is none.
+        reward_kl_estimator: That of the KL penalty in the reward (k1, k2, k3); None: it has none.
         kl_coef: Strength of the penalty.
         num_generations: Responses per prompt.
         whiten: Whitens over all ranks.
@@ -301,7 +303,7 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
     estimator = algorithm.estimator
     inputs = EstimatorInputs(
         scores=scores,
-        kl=_kl_in_reward(experience, reward_kl) * loss_mask,
+        kl=_kl_of_tokens(experience, reward_kl_estimator) * loss_mask,
         response_mask=mask,
         num_generations=num_generations,
         kl_coef=kl_coef,
@@ -364,7 +366,7 @@ def before_update(experience: Experience) -> Tensor:
     return policy
 
 
-def _kl_in_reward(experience: Experience, estimator: str | None) -> Tensor:
+def _kl_of_tokens(experience: Experience, estimator: str | None) -> Tensor:
     """`[B, T]`: KL to the reference that is subtracted from the reward; 0 where there is none."""
     if estimator is None or experience.ref_logprobs is None:
         return torch.zeros_like(experience.sampling_logprobs)

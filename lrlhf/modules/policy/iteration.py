@@ -276,7 +276,7 @@ class Iteration:
         self.ranks = Collectives(module.trainer)
         self.metrics = MetricSums()
         self.kl_coef = self.entropy_coef = 0.0
-        """Strength of the KL penalty."""
+        """Strength of the KL penalty, and of the entropy bonus."""
         self.exact = True
         """Whether the engine's log-probabilities are the policy's own."""
         self.value_unit = 1.0

@@ -85,7 +85,7 @@ def summed_tokens(loss: PolicyLoss, *, tokens: Tensor, rows: Tensor) -> Tensor:
     return torch.ones_like(tokens)
 
 
-def policy_loss(  # noqa: PLR0913  the terms of the objective
+def loss_terms(  # noqa: PLR0913  the terms of the objective
     logprobs: Tensor,
     experience: Experience,
     *,
@@ -128,6 +128,7 @@ def policy_loss(  # noqa: PLR0913  the terms of the objective
     weighted = logprobs
     of_tokens = advantages
     if per_response:
+        # the one value of each response, which all of its tokens repeat
         advantages = masked_mean(advantages, experience.response_mask, dim=1)
         of_tokens = advantages[:, None].expand_as(logprobs)
         weighted = _with_weighted_gradient(logprobs, weights)
@@ -333,7 +334,7 @@ class PolicyStep:
         if on_policy:
             micro = start_from(micro, now, settings, it)
         taught = micro.taught(micro.loss_mask)
-        terms = policy_loss(
+        terms = loss_terms(
             out.logprobs,
             micro,
             loss=loss,

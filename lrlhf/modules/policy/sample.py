@@ -505,7 +505,7 @@ def informative_groups(
         replace(experience, **exact),
         algorithm=algorithm,
         settings=replace(settings, clip=None),
-        reward_kl=None,
+        reward_kl_estimator=None,
         kl_coef=0.0,
         num_generations=num_generations,
         whiten=lambda values, mask, eps: values,

@@ -134,7 +134,7 @@ class LengthPenalty(RewardFunction):
 
 
 class OverlongPenalty(RewardFunction):
-    """Overlong penalty, DAPO's soft punishment: grows as a response nears the length limit.
+    """Overlong reward shaping, DAPO's soft punishment: grows as a response nears the length limit.
 
         0                                            up to max_new_tokens - buffer tokens
         -factor · (length - max_new_tokens + buffer) / buffer     from there on, at most factor
