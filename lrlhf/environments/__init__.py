@@ -1,4 +1,4 @@
-"""What a policy talks to over several turns: environments, and tools that it can call."""
+"""Multi-turn tool use: environments that a policy talks to, and tools that it can call."""
 
 from typing import TYPE_CHECKING
 

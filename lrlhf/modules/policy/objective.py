@@ -1,7 +1,8 @@
 """The loss of one micro-batch: the algorithm's, the terms beside it, and the critic's.
 
-The formulas are in `lrlhf.functional`; here their denominators are taken over the whole optimizer
-step, so that no split into micro-batches or ranks changes them.
+The formulas are in `lrlhf.functional` (PPO's clip range of the ratio: `clipped_policy_loss`); here
+their denominators are taken over the whole optimizer step, so that no split into micro-batches or
+ranks changes them.
 """
 
 from __future__ import annotations
@@ -199,7 +200,7 @@ def value_loss(
     Args:
         values: `[B, T]` of the current critic, with gradient.
         experience: The rows, ``values`` and ``returns`` set.
-        critic: Clip range.
+        critic: Its value clip.
         totals: Tokens of the whole optimizer step.
     """
     assert experience.values is not None

@@ -238,7 +238,7 @@ class Sampler:
     def _sample_until_different(
         self, batch: PromptBatch, it: Iteration
     ) -> tuple[Collected, Tensor, Collected]:
-        """Sample in rounds, see `DynamicSampling`.
+        """Dynamic sampling: sample in rounds, see `lrlhf.rollout.dynamic_sampling`.
 
         Returns:
             What is trained on, `[B]` which rows only fill it up, and everything that was sampled.

@@ -1,1 +1,1 @@
-"""Rollouts of several turns with an environment."""
+"""Multi-turn rollouts with an environment."""

@@ -1,4 +1,4 @@
-"""Rollouts of episodes: turns of the policy alternate with reactions of an environment."""
+"""Multi-turn rollouts (episodes): turns of the policy alternate with an environment's reactions."""
 
 from __future__ import annotations
 
