@@ -164,6 +164,7 @@ def table(found: Mapping[str, Sequence[Point]]) -> str:
 
 def draw(found: Mapping[str, Sequence[Point]], path: Path) -> None:
     """Draw seconds, memory and operations, each in units of its first point."""
+    ticker = importlib.import_module("matplotlib.ticker")
     figure = importlib.import_module("matplotlib.figure").Figure(
         figsize=(11, 6.5), layout="constrained"
     )
@@ -182,6 +183,9 @@ def draw(found: Mapping[str, Sequence[Point]], path: Path) -> None:
         axes.set(xscale="log", yscale="log", xlabel=name.replace("_", " "))
         axes.set_xticks(values, [str(value) for value in values])
         axes.xaxis.minorticks_off()
+        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        axes.yaxis.minorticks_off()
         axes.set_ylabel("times the first")
         axes.legend(title="exponent", fontsize=8)
         axes.grid(alpha=0.3)
