@@ -5,10 +5,11 @@
 
 `gpu.py` calls it for its parts. ``rloo``, ``reward`` and ``vision`` (RLOO on images) train a model
 of random weights with the shape of Qwen2.5, for ``vision`` of Qwen2-VL; ``--model`` trains another
-in its place. Every response has exactly ``--new-tokens`` tokens, drawn by vLLM where it is
-installed. ``quickstart`` is ``configs/quickstart.yaml``. Speeds are medians of the run's metrics
-``perf/*`` over the steps but the first two, in which memory is measured and kernels are compiled.
-Beside the measured peak stands what ``lrlhf plan`` says. ``--tiny`` shows on a CPU that this works.
+in its place. Responses have ``--new-tokens`` tokens, as random weights hardly ever draw the end,
+and come from vLLM where it is installed. ``quickstart`` is ``configs/quickstart.yaml``. Speeds are
+medians of the run's metrics ``perf/*`` over the steps but the first two, in which memory is
+measured and kernels are compiled. Beside the measured peak stands what ``lrlhf plan`` says.
+``--tiny`` shows on a CPU that this works.
 """
 
 from __future__ import annotations
@@ -189,8 +190,6 @@ def _rloo(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "model.rewards.functions": "[gpu_probe.first_token]",
         "model.num_generations": options.generations,
         "model.sampling.max_new_tokens": options.new_tokens,
-        "model.sampling.min_new_tokens": options.new_tokens,
-        "model.allow_truncated_sampling": True,  # the end token is cut out
         "model.reference.kl_coef": 0.0,
         "model.engine": "lrlhf.rollout.TransformersEngine",
         "data": "lrlhf.datamodules.PromptDataModule",
