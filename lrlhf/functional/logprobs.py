@@ -203,7 +203,8 @@ class _LogitsLogprob(torch.autograd.Function):
         scratch = _scratch(logits, return_entropy)
         wide = torch.promote_types(logits.dtype, torch.float32)
         softmax = OnlineSoftmax(targets, wide, entropy=return_entropy, scale=ctx.scale)
-        softmax.add(_restricted(logits, support), scratch, rows=slice(None), start=0)
+        restricted = _restricted(logits, support, scratch[0])
+        softmax.add(restricted, scratch, rows=slice(None), start=0)
         result = softmax.result()
         ctx.save_for_backward(logits, targets, result.normalizer, result.entropy)
         ctx.mark_non_differentiable(result.is_top)
@@ -221,17 +222,17 @@ class _LogitsLogprob(torch.autograd.Function):
             grad_logprobs = torch.zeros_like(normalizer)
         rows = RowGradients(targets, normalizer, entropy, grad_logprobs, grad_entropy, ctx.scale)
         scratch = _scratch(logits, grad_entropy is not None)
-        restricted = _restricted(logits, ctx.support)
+        restricted = _restricted(logits, ctx.support, scratch[0])
         gradient = logits_gradient(restricted, scratch, rows.scaled(ctx.scale), start=0)
         return gradient.to(logits.dtype), None, None, None, None
 
 
-def _restricted(logits: Float[Tensor, "C V"], support: Support | None) -> Float[Tensor, "C V"]:
+def _restricted(logits: Tensor, support: Support | None, out: Tensor) -> Float[Tensor, "C V"]:
+    """Return the logits, which are not ours, or what a support leaves of them in ``out``."""
     if support is None:
         return logits.contiguous()
-    restricted = logits.detach().clone(memory_format=torch.contiguous_format)
-    support.restrict(restricted)
-    return restricted
+    support.restrict(out.copy_(logits))
+    return out
 
 
 def _scratch(logits: Float[Tensor, "C V"], entropy: bool) -> list[Tensor]:

@@ -29,7 +29,7 @@ def add_statistics(
     That is, for each of R rows: the target's logit, the largest one, Σ e^s, and Σ e^s s or None.
     """
     arguments = logits, logits.stride(0), targets.contiguous(), *state, start, logits.shape[1]
-    with torch.cuda.device_of(logits):
+    with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
         _add_statistics[(len(logits),)](*arguments, scale, num_warps=8)
 
 
@@ -37,7 +37,7 @@ def write_gradient(logits: Tensor, out: Tensor, rows: RowGradients, start: int) 
     """Write what `logits_gradient` returns to ``out``: contiguous `[R, C]`, perhaps the logits."""
     numbers = (each.contiguous() if isinstance(each, Tensor) else each for each in rows)
     arguments = logits, logits.stride(0), out, start, logits.shape[1], *numbers
-    with torch.cuda.device_of(logits):
+    with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
         grid = len(logits), triton.cdiv(logits.shape[1], _COLUMNS.value)
         _write_gradient[grid](*arguments, num_warps=8)
 
