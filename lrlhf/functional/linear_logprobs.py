@@ -23,6 +23,7 @@ from lrlhf.functional.online_softmax import (
     RowGradients,
     RowStatistics,
     Support,
+    kernels_on,
     logits_gradient,
 )
 
@@ -40,7 +41,7 @@ class LinearHead:
 
     weight: Float[Tensor, "V H"]
     multiplier: float = 1.0
-    """Logits are multiplied by it."""
+    """Above 0; logits are multiplied by it."""
     ruled_out: tuple[int, ...] = ()
     """Ids whose logits are -inf."""
 
@@ -58,11 +59,18 @@ class _Plan(NamedTuple):
     differentiable: bool
     support: Support | None
     """Of all rows."""
+    held: torch.dtype
+    """Of blocks of logits; kernels compute with 16-bit ones too."""
 
     @property
     def wide(self) -> torch.dtype:
-        """Of everything but the products."""
+        """Of everything else."""
         return torch.promote_types(self.dtype, torch.float32)
+
+    @property
+    def later(self) -> float:
+        """Factor that blocks still lack: engines too round 16-bit logits before they scale them."""
+        return 1.0 if self.held == self.wide else self.scale
 
 
 def linear_logprobs(
@@ -76,14 +84,16 @@ def linear_logprobs(
     support: Support | None = None,
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None, Bool[Tensor, " N"]]:
     """Compute what :func:`~lrlhf.functional.logprobs.token_statistics` describes."""
+    dtype = _product_dtype(hidden, head.weight)
     plan = _Plan(
-        dtype=_product_dtype(hidden, head.weight),
+        dtype=dtype,
         scale=head.multiplier / temperature,
         ruled_out=head.ruled_out,
         chunk_size=chunk_size,
         entropy=return_entropy,
         differentiable=torch.is_grad_enabled(),
         support=support,
+        held=dtype if kernels_on(hidden.device) else torch.promote_types(dtype, torch.float32),
     )
     return _LinearLogprob.apply(hidden, head.weight, targets, plan)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -112,7 +122,7 @@ class _LinearLogprob(torch.autograd.Function):
                 ctx.save_for_backward(direction)
                 return logprobs, None, is_top
             rows = min(plan.chunk_size, len(hidden)) if of_hidden or of_weight else 0
-            cache = hidden.new_empty((rows, len(weight)), dtype=plan.wide)
+            cache = hidden.new_empty((rows, len(weight)), dtype=plan.held)
             result = _statistics(_Blocks(hidden, weight, plan), targets, cache)
         ctx.save_for_backward(hidden, weight, targets, result.normalizer, result.entropy, cache)
         ctx.mark_non_differentiable(result.is_top)
@@ -131,7 +141,8 @@ class _LinearLogprob(torch.autograd.Function):
         hidden, weight, targets, normalizer, entropy, cache = saved
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(normalizer)
-        rows = RowGradients(targets, normalizer, entropy, grad_logprobs, grad_entropy)
+        later = ctx.plan.later
+        rows = RowGradients(targets, normalizer, entropy, grad_logprobs, grad_entropy, later)
         of_hidden, of_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden, dtype=ctx.plan.wide) if of_hidden else None
         grad_weight = torch.zeros_like(weight) if of_weight else None
@@ -166,11 +177,12 @@ class _Blocks:
         size = min(size, plan.chunk_size * len(weight))
         # a copy of the weight's rows in another precision is no larger than a block either
         width = max(1, size // max(self._height, hidden.shape[1]))
-        # as many blocks as it takes, and all about equally wide
-        self._width = math.ceil(len(weight) / math.ceil(len(weight) / width))
+        # as many blocks as it takes, and all about equally wide; GPUs load aligned vectors
+        unit = 1 if hidden.device.type == "cpu" else 64
+        self._width = math.ceil(len(weight) / math.ceil(len(weight) / width) / unit) * unit
         self._memory = [
-            hidden.new_empty(self._height * self._width, dtype=plan.wide)
-            for _ in range(2 if plan.entropy else 1)
+            hidden.new_empty(self._height * self._width, dtype=plan.held)
+            for _ in range(2 if plan.entropy and not kernels_on(hidden.device) else 1)
         ]
 
     def columns(self) -> Iterator[_Columns]:
@@ -184,14 +196,15 @@ class _Blocks:
         return [*_spans(0, cache, self._height), *_spans(cache, rows, self._height)]
 
     def scratch(self, rows: slice, columns: _Columns) -> list[Tensor]:
-        """Return the memory to compute in, shaped as a block; two where the entropy is asked."""
+        """Return the memory to compute in, shaped as a block; two for an entropy in PyTorch."""
         shape = rows.stop - rows.start, len(columns.matrix)
         return [each[: math.prod(shape)].view(shape) for each in self._memory]
 
     def compute(self, rows: slice, columns: _Columns, out: Float[Tensor, "R C"]) -> None:
         """Write the logits of a block."""
         if out.dtype == self.plan.dtype:
-            out.addmm_(self.states[rows], columns.matrix.T, beta=0, alpha=self.plan.scale)
+            alpha = self.plan.scale / self.plan.later
+            out.addmm_(self.states[rows], columns.matrix.T, beta=0, alpha=alpha)
         else:
             out.copy_(self.states[rows] @ columns.matrix.T).mul_(self.plan.scale)
         self.fill_ruled_out(columns, out, -math.inf)
@@ -209,7 +222,8 @@ def _statistics(
     blocks: _Blocks, targets: Int[Tensor, " N"], cache: Float[Tensor, "K V"]
 ) -> RowStatistics:
     """Compute the statistics, and write the logits of the first K rows to ``cache``."""
-    softmax = OnlineSoftmax(targets, blocks.plan.wide, entropy=blocks.plan.entropy)
+    plan = blocks.plan
+    softmax = OnlineSoftmax(targets, plan.wide, entropy=plan.entropy, scale=plan.later)
     for columns in blocks.columns():
         for rows in blocks.rows(len(cache)):
             scratch = blocks.scratch(rows, columns)
@@ -270,7 +284,7 @@ def _with_direction(
 ) -> tuple[Float[Tensor, " N"], Bool[Tensor, " N"], Float[Tensor, "N H"]]:
     """Compute log-probabilities, whether each is the largest, and its gradient for the states."""
     rows = min(plan.chunk_size, len(hidden))
-    logits = hidden.new_empty((rows, len(weight)), dtype=plan.wide)
+    logits = hidden.new_empty((rows, len(weight)), dtype=plan.held)
     logprobs = hidden.new_empty(len(hidden), dtype=plan.wide)
     is_top = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
     direction = torch.zeros_like(hidden, dtype=plan.wide)
@@ -281,7 +295,7 @@ def _with_direction(
         result = _statistics(blocks, targets[part], cache)
         logprobs[part], is_top[part] = result.logprobs, result.is_top
         ones = torch.ones_like(result.logprobs)
-        of_rows = RowGradients(targets[part], result.normalizer, None, ones, None)
+        of_rows = RowGradients(targets[part], result.normalizer, None, ones, None, plan.later)
         _add_gradients(blocks, of_rows, cache, direction[part], None)
     return logprobs, is_top, direction.to(hidden.dtype)
 

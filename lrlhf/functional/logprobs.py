@@ -12,7 +12,13 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from lrlhf.functional.linear_logprobs import LinearHead, linear_logprobs
-from lrlhf.functional.online_softmax import OnlineSoftmax, RowGradients, Support, logits_gradient
+from lrlhf.functional.online_softmax import (
+    OnlineSoftmax,
+    RowGradients,
+    Support,
+    kernels_on,
+    logits_gradient,
+)
 
 OutputHead: TypeAlias = Callable[[Tensor], Tensor]
 """Hidden states ``[N, H]`` to logits ``[N, V]``."""
@@ -193,10 +199,12 @@ class _LogitsLogprob(torch.autograd.Function):
         support: Support | None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.temperature, ctx.support = temperature, support
-        scaled = _scaled(logits, temperature, support)
-        softmax = OnlineSoftmax(targets, scaled.dtype, entropy=return_entropy)
-        softmax.add(scaled, _scratch(scaled, return_entropy), rows=slice(None), start=0)
+        ctx.scale, ctx.support = 1 / temperature, support
+        scratch = _scratch(logits, return_entropy)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        softmax = OnlineSoftmax(targets, wide, entropy=return_entropy, scale=ctx.scale)
+        restricted = _restricted(logits, support, scratch[0])
+        softmax.add(restricted, scratch, rows=slice(None), start=0)
         result = softmax.result()
         ctx.save_for_backward(logits, targets, result.normalizer, result.entropy)
         ctx.mark_non_differentiable(result.is_top)
@@ -212,23 +220,23 @@ class _LogitsLogprob(torch.autograd.Function):
         logits, targets, normalizer, entropy = ctx.saved_tensors
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(normalizer)
-        scaled = _scaled(logits, ctx.temperature, ctx.support)
-        rows = RowGradients(targets, normalizer, entropy, grad_logprobs, grad_entropy)
-        scratch = _scratch(scaled, grad_entropy is not None)
-        gradient = logits_gradient(scaled, scratch, rows.scaled(1 / ctx.temperature), start=0)
+        rows = RowGradients(targets, normalizer, entropy, grad_logprobs, grad_entropy, ctx.scale)
+        scratch = _scratch(logits, grad_entropy is not None)
+        restricted = _restricted(logits, ctx.support, scratch[0])
+        gradient = logits_gradient(restricted, scratch, rows.scaled(ctx.scale), start=0)
         return gradient.to(logits.dtype), None, None, None, None
 
 
-def _scaled(
-    logits: Float[Tensor, "C V"], temperature: float, support: Support | None
-) -> Float[Tensor, "C V"]:
-    """Copy logits that are not ours into a buffer to compute in."""
+def _restricted(logits: Tensor, support: Support | None, out: Tensor) -> Float[Tensor, "C V"]:
+    """Return the logits, which are not ours, or what a support leaves of them in ``out``."""
+    if support is None:
+        return logits.contiguous()
+    support.restrict(out.copy_(logits))
+    return out
+
+
+def _scratch(logits: Float[Tensor, "C V"], entropy: bool) -> list[Tensor]:
+    if kernels_on(logits.device):
+        return [torch.empty_like(logits, memory_format=torch.contiguous_format)]
     wide = torch.promote_types(logits.dtype, torch.float32)
-    scaled = logits.detach().to(wide, copy=True).div_(temperature)
-    if support is not None:
-        support.restrict(scaled)
-    return scaled
-
-
-def _scratch(scaled: Float[Tensor, "C V"], entropy: bool) -> list[Tensor]:
-    return [scaled, torch.empty_like(scaled)] if entropy else [scaled]
+    return [torch.empty_like(logits, dtype=wide) for _ in range(2 if entropy else 1)]

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-_FAR = -1e4
+FAR = -1e4
 """Lowest log-probability in an entropy. Below it p is 0 in float64 too, and so is p log p, while
 0 · -inf would make NaN of a token that the head rules out."""
+
+
+_KERNEL_DEVICES = {"cuda"}
+
+
+def kernels_on(device: torch.device) -> Any:
+    """Return `softmax_kernels`, if Triton is there, which PyTorch for GPUs brings; else None."""
+    if device.type not in _KERNEL_DEVICES or find_spec("triton") is None:
+        return None
+    return import_module("lrlhf.functional.softmax_kernels")
 
 
 class Support(NamedTuple):
@@ -63,11 +75,15 @@ class OnlineSoftmax:
 
     Args:
         targets: Id whose log-probability is asked for, of each row.
-        dtype: Of the logits.
+        dtype: To compute in.
         entropy: Also follow the entropy.
+        scale: Above 0; logits are multiplied by it.
     """
 
-    def __init__(self, targets: Int[Tensor, " N"], dtype: torch.dtype, *, entropy: bool) -> None:
+    def __init__(
+        self, targets: Int[Tensor, " N"], dtype: torch.dtype, *, entropy: bool, scale: float
+    ) -> None:
+        self._scale = scale
         zeros = torch.zeros(targets.shape, dtype=dtype, device=targets.device)
         self._targets = targets
         self._chosen = zeros
@@ -84,14 +100,22 @@ class OnlineSoftmax:
         Args:
             logits: Stay as they are, unless they are ``scratch[0]``.
             scratch: Of the shape of the logits, overwritten; two where the entropy is followed.
+                Kernels need none.
             rows: Rows that the logits belong to.
             start: Id of the first column.
         """
+        if kernels := kernels_on(logits.device):
+            kept = self._chosen, self._largest, self._sum, self._moment
+            state = [None if each is None else each[rows] for each in kept]
+            kernels.add_statistics(logits, self._targets[rows], state, start, self._scale)
+            return
+        if self._scale != 1.0:
+            logits = scratch[0].copy_(logits).mul_(self._scale)
         index, inside = _within_block(self._targets[rows], start, logits.shape[1])
         chosen = logits.gather(1, index[:, None])[:, 0]
         self._chosen[rows] = torch.where(inside, chosen, self._chosen[rows])
         largest = torch.maximum(self._largest[rows], logits.amax(dim=1))
-        drop = (self._largest[rows] - largest).clamp_(min=_FAR)
+        drop = (self._largest[rows] - largest).clamp_(min=FAR)
         self._largest[rows] = largest
         below = torch.sub(logits, largest[:, None], out=scratch[0])
         if self._moment is None:
@@ -101,7 +125,7 @@ class OnlineSoftmax:
             weights = torch.exp(below, out=scratch[1])
             sums = weights.sum(dim=1)
             moment = self._moment[rows] + drop * self._sum[rows]
-            added = weights.mul_(below.clamp_(min=_FAR)).sum(dim=1)
+            added = weights.mul_(below.clamp_(min=FAR)).sum(dim=1)
             self._moment[rows] = moment * drop.exp() + added
         self._sum[rows] = self._sum[rows] * drop.exp() + sums
 
@@ -123,10 +147,12 @@ class RowGradients(NamedTuple):
     entropy: Float[Tensor, " N"] | None
     grad_logprobs: Float[Tensor, " N"]
     grad_entropy: Float[Tensor, " N"] | None
+    scale: float
+    """Logits are multiplied by it."""
 
     def select(self, rows: slice) -> RowGradients:
         """Return those of some rows."""
-        return RowGradients(*(None if each is None else each[rows] for each in self))  # type: ignore[arg-type]
+        return RowGradients(*(each[rows] if isinstance(each, Tensor) else each for each in self))  # type: ignore[arg-type]
 
     def scaled(self, factor: float) -> RowGradients:
         """Return those for what is multiplied by ``factor`` to be the logits."""
@@ -144,16 +170,22 @@ def logits_gradient(
     Args:
         logits: Stay as they are, unless they are ``scratch[0]``.
         scratch: Of the shape of the logits, overwritten; two where the entropy has a gradient.
+            Kernels need one, of any precision.
         rows: Of the rows of the logits.
         start: Id of the first column.
     """
+    if kernels := kernels_on(logits.device):
+        kernels.write_gradient(logits, scratch[0], rows, start)
+        return scratch[0]
+    if rows.scale != 1.0:
+        logits = scratch[0].copy_(logits).mul_(rows.scale)
     log_p = torch.sub(logits, rows.normalizer[:, None], out=scratch[0])
     weight = rows.grad_logprobs[:, None]
     if rows.entropy is None or rows.grad_entropy is None:
         gradient = log_p.exp_().mul_(-weight)
     else:
         p = torch.exp(log_p, out=scratch[1])
-        surprise = log_p.clamp_(min=_FAR).add_(rows.entropy[:, None])
+        surprise = log_p.clamp_(min=FAR).add_(rows.entropy[:, None])
         gradient = surprise.mul_(-rows.grad_entropy[:, None]).sub_(weight).mul_(p)
     index, inside = _within_block(rows.targets, start, logits.shape[1])
     return gradient.scatter_add_(1, index[:, None], weight * inside[:, None])

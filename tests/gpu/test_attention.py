@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from lrlhf.datamodules import PromptDataModule
-from lrlhf.functional import token_logprobs
+from lrlhf.functional import linear_logprobs, online_softmax, token_logprobs, token_statistics
 from lrlhf.models import allow_packing, sequence_logprobs
 from lrlhf.models.backbone import keep_attention
 from lrlhf.models.loading.pretrained import compile_layers
@@ -271,6 +271,43 @@ def test_log_probabilities_and_gradients_are_those_of_float64(
     expected = gradients_of(torch.float64, whole=True)
     tolerance = 1e-4 if dtype == torch.float32 else 3e-2
     for one, other in zip(actual, expected, strict=True):
+        assert (one - other).abs().max() <= tolerance * other.abs().max()
+
+
+@pytest.mark.gpu_lines("lrlhf.functional.online_softmax", "lrlhf.functional.softmax_kernels")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("linear", [False, True])
+def test_kernels_compute_what_pytorch_does(
+    dtype: torch.dtype,
+    tolerance: float,
+    entropy: bool,
+    linear: bool,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(1)
+    hidden = torch.randn(300, 64, device=device, dtype=dtype, requires_grad=True)
+    weight = (torch.randn(9001, 64, device=device, dtype=dtype) / 8).requires_grad_()
+    targets = torch.randint(9001, (300,), device=device)
+
+    def computed() -> list[Tensor]:
+        found = token_statistics(
+            hidden,
+            weight if linear else lambda states: states @ weight.T,
+            targets,
+            temperature=0.7,
+            chunk_size=128,
+            return_entropy=entropy,
+        )
+        values = [each for each in found[:2] if each is not None]
+        loss = sum(each.sum() for each in values)
+        return [*values, *torch.autograd.grad(loss, (hidden, weight))]
+
+    monkeypatch.setattr(linear_logprobs, "_LARGE_BLOCK", 100 * 4096)
+    actual = computed()
+    monkeypatch.setattr(online_softmax, "_KERNEL_DEVICES", set())
+    for one, other in zip(actual, computed(), strict=True):
         assert (one - other).abs().max() <= tolerance * other.abs().max()
 
 
