@@ -20,7 +20,7 @@ from lrlhf.functional.preference import (
     length_desensitized,
 )
 from lrlhf.guard import Guard
-from lrlhf.models import CausalLM, loss_tokens, sequence_logprobs
+from lrlhf.models import CausalLM, loss_tokens, plain_model, sequence_logprobs
 from lrlhf.modules.checks import refuse_other_batch
 from lrlhf.modules.optimizers import OptimizerConfig
 from lrlhf.modules.pairs.pair_losses import PairLoss, PairObjective
@@ -161,6 +161,10 @@ class DPO(ReferencedPolicy, PairModule):
         """Return both candidates of every pair."""
         refuse_other_batch(self, batch, PreferenceBatch, self.data_module)
         return [self._both(batch.to(self.device))]
+
+    @property
+    def plain(self) -> PreTrainedModel:
+        return plain_model(self.policy)
 
     @staticmethod
     def train_name(metric: str) -> str:

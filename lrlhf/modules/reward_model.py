@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from lrlhf.datamodules.rows.bad_rows import BadRow
 from lrlhf.datamodules.rows.chat import read_messages
@@ -177,6 +177,10 @@ class RewardModel(PairModule):
         """Score every row; returns [B, H] in the order of ``head_names``."""
         scores: Tensor = self.network(batch)
         return scores
+
+    @property
+    def plain(self) -> PreTrainedModel:
+        return self.network.scorer.plain
 
     @staticmethod
     def train_name(metric: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,36 @@ def test_in_bfloat16_it_is_as_near_to_float32_as_padded_rows_are(flexed: list[bo
             packed = by_turn(BATCH, model)()
     assert flexed == [True, True]
     assert (packed - exact).abs().mean() <= 1.5 * (padded - exact).abs().mean()
+
+
+@pytest.mark.gpu_lines("lrlhf.models.packed.packed_attention.varlen_obstacle")
+@pytest.mark.parametrize("build", [llama, mistral])
+def test_rows_that_share_nothing_go_through_flash_attention(
+    build: Callable[[], PreTrainedModel], flexed: list[bool]
+) -> None:
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("FlashAttention needs an Ampere GPU or a newer one")
+    model, batch = on_gpu(build), replace(BATCH, group_ids=None)
+    results = {"exact": gradients(model, by_turn(batch, model))}
+    for name in ("sdpa", "flex_attention", None):
+        model = on_gpu(build)
+        if name is not None:
+            model.set_attn_implementation(name)
+        assert name == "sdpa" or allow_packing(model)  # else its rows are padded
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            results[name or "varlen"] = gradients(model, by_turn(batch, model))
+    assert flexed == [True, True]  # where it was asked for
+    exact, slopes = results.pop("exact")
+    errors = {
+        name: [
+            float((logprobs - exact).norm()),
+            *(float((own[key] - slope).norm()) for key, slope in slopes.items()),
+        ]
+        for name, (logprobs, own) in results.items()
+    }
+    for other in ("sdpa", "flex_attention"):
+        for found, expected in zip(errors["varlen"], errors[other], strict=True):
+            assert found <= 2 * expected
 
 
 def test_attention_sinks_go_through_flex_attention_where_it_is_asked_for(

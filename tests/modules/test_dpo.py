@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.datamodules import PreferenceDataModule
@@ -18,6 +18,7 @@ from lrlhf.models import CausalLM, LoRA, ReferencePolicy
 from lrlhf.modules import DPO, Guard, OptimizerConfig
 from lrlhf.modules.pairs.pair_module import PairOutputs
 from lrlhf.modules.pairs.pair_step import PairScores
+from lrlhf.modules.policy import iteration
 from lrlhf.types import PreferenceBatch, SequenceBatch
 from tests.conftest import build_language_model
 from tests.modules.language_runs import SGD, fit, gradients, loader, pairs, weights
@@ -87,6 +88,36 @@ def test_the_order_of_candidates_and_padding_do_not_matter(
     swapped = [(given, second, first) for given, first, second in reversed(PAIRS)]
     found, _ = gradients(build(loss=loss), [pairs(swapped, [-1.0] * 4, width=12)], tmp_path)
     assert_same(found, expected)
+
+
+@pytest.mark.parametrize(("attention", "first", "rest"), [("sdpa", 8, 22), ("eager", 11, 26)])
+def test_the_utilisation_of_a_gpu_counts_the_micro_batches_of_a_step(
+    build: Build,
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    attention: str,
+    first: int,
+    rest: int,
+) -> None:
+    passes = []
+
+    def training_flops(model: nn.Module, tokens: float, pairs: float) -> float:
+        passes.append((model, tokens, pairs))
+        return 3e9
+
+    monkeypatch.setattr(iteration, "peak_flops", lambda device: 2e12)
+    monkeypatch.setattr(iteration, "training_flops", training_flops)
+    policy = build_language_model(tokenizer, attn_implementation=attention).double()
+    parts = [pairs(PAIRS[:1], width=9), pairs(PAIRS[1:])]
+    _, logged = gradients(build(policy), parts, tmp_path, accumulate_grad_batches=2)
+    # 3 + 3 + 2 tokens; 1 + 5 + 2, 2 + 2 + 4, 1 + 2 + 3: prompts once if rows are packed, no padding
+    assert [(model, tokens) for model, tokens, _ in passes] == [(policy, first), (policy, rest)]
+    assert passes[0][2] == pytest.approx((6**2 + 5**2) * first / 11)
+    seconds = float(logged["perf/update_s"])
+    tokens = float(logged["perf/update_tokens_per_s"])
+    assert tokens == pytest.approx((first + rest) / seconds, rel=1e-5)
+    assert float(logged["perf/mfu"]) == pytest.approx(2 * 3e9 / seconds / 2e12, rel=1e-5)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -112,6 +112,16 @@ def test_the_loss_is_the_mean_over_pairs_of_the_weighted_sum_over_labels(
     assert run_pairs(module, [batch], tmp_path)["train/loss"] == pytest.approx(expected, rel=1e-5)
 
 
+def test_the_speed_of_a_step_counts_both_candidates_without_padding(
+    build, collate, tmp_path
+) -> None:
+    logged = run_pairs(build(), [collate(ONE_HEAD[:2], padding=(9, 3))], tmp_path)
+    # abc and d, ef and ghij
+    tokens = logged["perf/update_tokens_per_s"] * logged["perf/update_s"]
+    assert tokens == pytest.approx(3 + 1 + 2 + 4, rel=1e-4)
+    assert "perf/mfu" not in logged  # the peak of a CPU is not known
+
+
 def test_options_reach_the_loss(build, collate) -> None:
     batch = collate(ONE_HEAD)
     plain = loss_of(build(), batch)

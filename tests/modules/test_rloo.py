@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -39,7 +40,7 @@ rollout/zero_variance_groups rewards/letters/mean rewards/letters/std policy/los
 policy/clip_fraction policy/ratio_max policy/grad_norm kl/reference kl/sequence kl/coef
 mismatch/mean mismatch/max mismatch/kl perf/generate_s perf/reward_s perf/logprob_s perf/update_s
 perf/tokens_per_s perf/generate_tokens_per_s perf/update_tokens_per_s perf/memory_gib
-perf/padding_fraction eval/score
+perf/padding_fraction perf/idle_share eval/score
 """
 
 
@@ -79,6 +80,31 @@ def test_the_utilisation_of_a_gpu_counts_what_the_update_computes(
     lengths = sum(record["length"] for record in run.records)
     prompts = sum(len(record["prompt"]) for record in run.records[::4])
     assert passes[0][0] == prompts + lengths
+
+
+def test_idle_is_what_is_neither_log_probabilities_nor_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(iteration, "time", SimpleNamespace(perf_counter=lambda: now))
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    module = SimpleNamespace(trainer=trainer, device=torch.device("cpu"), global_step=0)
+
+    def logged(**phases: float) -> dict[str, float]:
+        nonlocal now
+        it = iteration.Iteration(module)
+        now += 1  # in no phase
+        for name, seconds in phases.items():
+            with it.phase(name):
+                now += seconds
+        it.measure_costs(0.0)
+        return it.metrics.reduce(it.ranks, it.device)
+
+    # 20 seconds, 8 of them in the trainer's models
+    found = logged(sync=2.0, generate=7.0, reward=2.0, logprob=3.0, update=5.0)
+    assert found["perf/idle_share"] == pytest.approx(12 / 20)
+    # stored rollouts, or rows
+    assert "perf/idle_share" not in logged(logprob=3.0, update=5.0)
 
 
 def test_lengths_and_clipping_are_logged_in_detail(build, train) -> None:

@@ -6,8 +6,8 @@ computes (Gemma 2's bounded scores) the attention that is written in the model's
 library's ``flex_attention`` or a flash kernel where that was asked for.
 
 Packed rows go through FlexAttention where their segments have a depth-first order, else segment by
-segment.
-Flash kernels know rows, no trees: each branch would need a copy of its prefix.
+segment. Flash kernels know rows, no trees: each branch would need a copy of its prefix. Rows that
+share nothing go through torch's varlen kernel, see `varlen_obstacle`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -37,7 +38,7 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lrlhf.models.modes import in_trial
-from lrlhf.models.packed.packing import BLOCK, Segments, depth_first_order
+from lrlhf.models.packed.packing import BLOCK, RowBounds, Segments, depth_first_order, row_bounds
 from lrlhf.models.transformers_internals import set_attention
 
 logger = logging.getLogger(__name__)
@@ -80,19 +81,71 @@ def flex_attention(
     Returns:
         None where FlexAttention does not compute this; the log says what it was, once.
     """
-    query, key, value = heads
-    device = query.device.type
-    if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
-        # as sdpa does it: norms of queries and keys leave them in float32
-        dtype = torch.get_autocast_dtype(device)
-        query, key, value = (part.to(dtype) for part in (query, key, value))
-    reason = _obstacle(query, key, value, dropout, options)
+    heads = _autocast(heads)
+    reason = _obstacle(*heads, dropout, options)
     if reason is not None:
-        if reason not in _reported:
-            _reported.add(reason)
-            logger.info("FlexAttention does not compute %s; sdpa does, with masks.", reason)
+        _report("FlexAttention does not compute %s; sdpa does, with masks.", reason)
         return None
-    return _compute(module, (query, key, value), mask, scaling=scaling, **options)
+    return _compute(module, heads, mask, scaling=scaling, **options)
+
+
+def varlen_attention(
+    heads: Heads, bounds: RowBounds, *, window: int | None, scaling: float | None
+) -> Float[Tensor, "1 N Q E"]:
+    """Compute causal attention of rows that share nothing, by torch's varlen kernel.
+
+    ``window`` counts the keys that a query sees at most, itself included; None: all before it.
+
+    Reference:
+        Dao 2023, FlashAttention-2, https://arxiv.org/abs/2307.08691
+    """
+    # torch has windows and grouped heads from 2.12 on; with an older one `tried` reports the error
+    kernel = import_module("torch.nn.attention.varlen").varlen_attn
+    tokens = (part[0].transpose(0, 1) for part in heads)
+    ends, longest = bounds
+    sides = (-1 if window is None else window - 1, 0)  # keys before and behind the query
+    shape = {"scale": scaling, "window_size": sides, "enable_gqa": True}
+    result: Tensor = kernel(*tokens, ends, ends, longest, longest, **shape)
+    return result[None]
+
+
+def varlen_obstacle(
+    heads: Heads, *, window: int | None, dropout: float, options: dict[str, Any]
+) -> str | None:
+    """Say why rows that share nothing do not go through `varlen_attention`; None: they do.
+
+    The rule is that they do wherever it computes them: its kernel is compiled already, reads no
+    table of blocks, and leaves out whatever is outside a row or a window. Whether it is faster than
+    FlexAttention at every length and window is not measured on a GPU; a limit would belong here.
+    """
+    dtypes, size = {part.dtype for part in heads}, heads[0].shape[-1]
+    if dropout or options:
+        return "dropout" if dropout else f"the option {min(options)!r}"
+    if len(dtypes) > 1 or not dtypes <= {torch.float16, torch.bfloat16}:
+        return f"products of {' with '.join(sorted(map(str, dtypes)))}"
+    if heads[0].device.type == "cpu":
+        return "attention on CPUs"
+    if size % 8 or size > max(_HEAD_SIZES) or heads[2].shape[-1] != size:
+        return f"heads of {size} and {heads[2].shape[-1]} numbers"
+    shapes = tuple((part.shape[1], size) for part in heads)
+    short = None if window is None else BLOCK  # one trial stands for all windows
+    return tried(shapes, heads[0].dtype, heads[0].device, varlen=True, window=short)
+
+
+def _autocast(heads: Heads) -> Heads:
+    """Cast as sdpa does: norms of queries and keys leave them in float32."""
+    device = heads[0].device.type
+    if not torch.is_autocast_enabled(device) or heads[0].dtype == torch.float64:
+        return heads
+    query, key, value = (part.to(torch.get_autocast_dtype(device)) for part in heads)
+    return query, key, value
+
+
+def _report(message: str, reason: str) -> None:
+    """Log, once, what a kernel does not compute."""
+    if (text := message % reason) not in _reported:
+        _reported.add(text)
+        logger.info("%s", text)
 
 
 def _obstacle(
@@ -118,9 +171,14 @@ def _obstacle(
 
 @functools.cache
 def tried(
-    shapes: tuple[tuple[int, int], ...], dtype: torch.dtype, device: torch.device
+    shapes: tuple[tuple[int, int], ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    varlen: bool = False,
+    window: int | None = None,
 ) -> str | None:
-    """Try the kernel on a short text, forward and backward, before anything depends on it.
+    """Try a kernel on a short text, forward and backward, before anything depends on it.
 
     A machine may lack a compiler, or memory that the kernel needs for its tiles.
 
@@ -128,6 +186,8 @@ def tried(
         shapes: Number and size of the heads of queries, keys and values.
         dtype: Of all of them.
         device: Where they are.
+        varlen: Try `varlen_attention` instead of FlexAttention.
+        window: See `varlen_attention`.
 
     Returns:
         What went wrong; None: it gives what ``sdpa`` does.
@@ -138,16 +198,26 @@ def tried(
         for heads, size in shapes
     ]
     text = torch.arange(2 * BLOCK)
-    mask = depth_first_order([_Text(text[:0], text)], device).mask(None)
+    chains = [_Text(text[:0], text)]
     layer = SimpleNamespace(num_key_value_groups=shapes[0][0] // shapes[1][0], training=True)
+    bounds = row_bounds(chains, device) if varlen else None
+    mask = depth_first_order(chains, device).mask(None)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        heads = (query, key, value)
+        if bounds is None:
+            return _compute(layer, heads, mask, scaling=None)
+        return varlen_attention(heads, bounds, window=window, scaling=None)
+
     try:
-        outcome = _outcome(parts, lambda q, k, v: _compute(layer, (q, k, v), mask, scaling=None))
+        outcome = _outcome(parts, attend)
     except Exception as error:  # noqa: BLE001  of a compiler, a driver, a kernel: sdpa needs none
         lines = str(error).strip().splitlines() or [""]
         return f"anything here ({type(error).__name__}: {lines[0]})"
+    seen = None if window is None else _full_mask(None, len(text), len(text), window).to(device)
     expected = _outcome(
         parts,
-        lambda q, k, v: sdpa_attention_forward(layer, q, k, v, None, is_causal=True)[0],  # type: ignore[arg-type]
+        lambda q, k, v: sdpa_attention_forward(layer, q, k, v, seen, is_causal=True)[0],  # type: ignore[arg-type]
     )
     allowed = 1e-3 if dtype == torch.float32 else 5e-2
     if any((a - b).abs().max() > allowed * b.abs().max() for a, b in zip(outcome, expected)):  # noqa: B905
@@ -266,10 +336,11 @@ class FlexibleAttention:
 
     Args:
         other: Computes rows that are not packed.
+        varlen: Whether rows that share nothing go through `varlen_attention`.
     """
 
-    def __init__(self, other: Callable[..., Any]) -> None:
-        self._other = other
+    def __init__(self, other: Callable[..., Any], *, varlen: bool = True) -> None:
+        self._other, self._varlen = other, varlen
 
     def __call__(
         self,
@@ -287,14 +358,22 @@ class FlexibleAttention:
         present = {name for name, option in options.items() if option is not None}
         requested = present & set(COMPUTED)
         if segments.depth_first is not None and present <= _IRRELEVANT | _SETTINGS | set(COMPUTED):
-            window = options.get("sliding_window")
+            window, scaling = options.get("sliding_window"), options.get("scaling")
+            further = {name: options[name] for name in requested}
+            heads, dropout = _autocast((query, key, value)), options.get("dropout", 0.0)
+            if (bounds := segments.bounds) is not None and self._varlen:
+                reason = varlen_obstacle(heads, window=window, dropout=dropout, options=further)
+                if reason is None:
+                    segments.windows.append(window)
+                    return varlen_attention(heads, bounds, window=window, scaling=scaling), None
+                _report("FlashAttention does not compute %s; FlexAttention may.", reason)
             output = flex_attention(
                 module,
-                (query, key, value),
+                heads,
                 segments.depth_first.mask(window),
-                dropout=options.get("dropout", 0.0),
-                scaling=options.get("scaling"),
-                **{name: options[name] for name in requested},
+                dropout=dropout,
+                scaling=scaling,
+                **further,
             )
             if output is not None:
                 segments.windows.append(window)
@@ -503,7 +582,7 @@ def _mask(
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     PACKED_ATTENTION: FlexibleAttention(sdpa_attention_forward),
     PACKED_SDPA: packed_attention,
-    PACKED_FLEX: FlexibleAttention(flex_attention_forward),
+    PACKED_FLEX: FlexibleAttention(flex_attention_forward, varlen=False),
     PACKED_OWN_ATTENTION: own_attention,
 }
 """All that compute packed rows, by the name in a model's config."""

@@ -134,6 +134,24 @@ def depth_first_order(chains: Sequence[Chained], device: torch.device) -> DepthF
     return DepthFirstOrder(enter, leave, depth)
 
 
+class RowBounds(NamedTuple):
+    """Where the rows of a packed row begin and end, as varlen kernels of FlashAttention read it."""
+
+    cu_seqlens: Int[Tensor, " R+1"]
+    """Tokens before each row, and of all rows; int32."""
+    max_seqlen: int
+    """Tokens of the longest row."""
+
+
+def row_bounds(chains: Sequence[Chained], device: torch.device) -> RowBounds | None:
+    """Return the bounds of rows that share nothing; None: some chain follows a prefix."""
+    if not chains or any(len(chain.before) for chain in chains):
+        return None
+    lengths = [len(own) for own in sorted((c.own for c in chains), key=lambda own: int(own[0]))]
+    ends = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    return RowBounds(ends.to(device), max(lengths))
+
+
 def _extremes(numbers: Int[Tensor, " N"]) -> tuple[Int[Tensor, " C"], Int[Tensor, " C"]]:
     """Return the least and the greatest number in each block."""
     count = -(-len(numbers) // BLOCK)
@@ -298,6 +316,8 @@ class Segments:
     """How far each layer said that it sees, as it was computed."""
     depth_first: DepthFirstOrder | None = None
     """Of the tokens, for FlexAttention; None: the parts are computed one after another."""
+    bounds: RowBounds | None = None
+    """Of rows without prefixes that have a ``depth_first`` order, for FlashAttention."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -472,6 +492,7 @@ def _laid_out(
         tuple(moved),
         back.to(device),
         depth_first=depth_first_order(segments, device) if depth_first else None,
+        bounds=row_bounds(segments, device) if depth_first else None,
     )
 
 

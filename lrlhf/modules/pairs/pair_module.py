@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -11,11 +12,12 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.datamodules.core import set_names
 from lrlhf.datamodules.preferences import PreferenceDataModule
 from lrlhf.guard import Anomaly, Guard, ReplayedStep, StepBundle
+from lrlhf.models import packs, placeholder_ids
 from lrlhf.models.token_budget import GIB, PEAK_MEMORY, peak_memory
 from lrlhf.modules.base import SingleModelModule
 from lrlhf.modules.checks import refuse_other_batch, uses_loss_scaler
@@ -38,9 +40,13 @@ from lrlhf.modules.pairs.pair_step import (
     PairScores,
     PairStep,
     bad_place,
+    concatenate,
+    pad_id_of,
     score_records,
     step_records,
 )
+from lrlhf.modules.policy.iteration import UpdateCosts
+from lrlhf.rollout import plan_micro_batches
 from lrlhf.run import Collectives, gradients_of, seed_everything_for
 from lrlhf.run.lightning_internals import data_in_use, trainer_of
 from lrlhf.types import PreferenceBatch
@@ -110,6 +116,11 @@ class PairModule(SingleModelModule):
         """Run the model over both candidates of every pair."""
         raise NotImplementedError
 
+    @property
+    def plain(self) -> PreTrainedModel:
+        """The ``transformers`` model that is trained, with its adapters."""
+        raise NotImplementedError
+
     @staticmethod
     def train_name(metric: str) -> str:
         """Return what a metric of the scores is logged as in training."""
@@ -133,6 +144,8 @@ class PairModule(SingleModelModule):
 
     def _loss(self, batch: PreferenceBatch, seed: tuple[int, ...]) -> Tensor:
         """Return a micro-batch's share of the step's loss, see `PairStep`."""
+        if not self._step.micro_batches:
+            self._began = time.perf_counter()
         seed_everything_for(*seed)
         scores, further, values = self.outputs_of(batch)
         losses = self._measured(scores, batch, self.train_metrics, _source_names(self.trainer))
@@ -166,6 +179,7 @@ class PairModule(SingleModelModule):
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         ranks = Collectives(self.trainer)
+        costs = self._costs()  # while the device computes the gradient
         mean = self._step.close(self.trainer.accumulate_grad_batches, ranks)
         gradients = gradients_of(self.trainer, optimizer)
         if mean.correction != 1.0:
@@ -179,7 +193,19 @@ class PairModule(SingleModelModule):
         elif self.trainer.gradient_clip_val is None and self.max_grad_norm < norm < math.inf:
             gradients.scale(self.max_grad_norm / norm)
         self._step = PairStep()
-        self._log_training(float(norm))
+        # the norm has waited for the device
+        self._log_training(float(norm), costs)
+
+    def _costs(self) -> UpdateCosts:
+        """Count what went through the model since the last optimizer step."""
+        costs = UpdateCosts(self.device)
+        marks, pad_id = placeholder_ids(self.plain.config), pad_id_of(self.tokenizer)
+        for batch, *_ in self._step.micro_batches:
+            both = concatenate(batch.candidate0, batch.candidate1, pad_id=pad_id)
+            packed = packs(self.plain, both)
+            parts = plan_micro_batches(both, max_tokens=None, packed=packed, placeholders=marks)
+            costs.count([self.plain], both.lengths.cpu(), parts)
+        return costs
 
     # ---- the guard
 
@@ -285,7 +311,10 @@ class PairModule(SingleModelModule):
 
     # ---- logging
 
-    def _log_training(self, norm: float) -> None:
+    def _log_training(self, norm: float, costs: UpdateCosts) -> None:
+        seconds = time.perf_counter() - self._began
+        self._values.maximum("perf/update_s", seconds)
+        costs.report(self._values, seconds, self.trainer.world_size)
         self._values.maximum(PEAK_MEMORY, peak_memory(self.device) / GIB)
         values = {**self.step_guard.metrics(), "train/grad_norm": norm}
         values |= self._values.reduce(Collectives(self.trainer), self.device)

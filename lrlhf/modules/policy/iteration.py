@@ -254,6 +254,51 @@ def _check_minibatch_size(size: int, rows_per_rank: int, world_size: int) -> Non
     )
 
 
+class UpdateCosts:
+    """Tokens and floating-point operations of optimizer steps.
+
+    Neither padding nor what is recomputed counts, and a shared prefix counts once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._tokens, self._flops = 0, 0.0
+
+    def count(
+        self,
+        models: Sequence[PreTrainedModel | PeftModel],
+        lengths: Int[Tensor, " B"],
+        micro_batches: Sequence[MicroBatch],
+    ) -> None:
+        """Add an optimizer step, or a part of it.
+
+        Args:
+            models: What the rows go through.
+            lengths: Tokens of each row.
+            micro_batches: Which rows go together.
+        """
+        computed = [min(one.computed, one.tokens) for one in micro_batches]
+        self._tokens += sum(computed)
+        if peak_flops(self._device) is None:
+            return
+        squares = lengths.double().square()
+        pairs = sum(
+            float(squares[one.rows].sum()) * count / max(1, one.tokens)
+            for one, count in zip(micro_batches, computed, strict=True)
+        )
+        for model in {id(plain_model(model)): model for model in models}.values():
+            self._flops += training_flops(model, sum(computed), pairs)
+
+    def report(self, metrics: MetricSums, seconds: float, world_size: int) -> None:
+        """Add the speed of this rank, and its utilisation where the peak of its GPU is known."""
+        if self._tokens and seconds:
+            speed = self._tokens / seconds
+            metrics.add("perf/update_tokens_per_s", speed, 1 / world_size)
+        peak = peak_flops(self._device)
+        if peak is not None and seconds and math.isfinite(self._flops):
+            metrics.add("perf/mfu", self._flops / seconds / peak, 1.0)
+
+
 _BEFORE_UPDATE = 1
 """Place of the pass without gradients among the seeds of an iteration; optimizer steps follow. Not
 0, which NumPy's seeds do not tell from nothing."""
@@ -289,7 +334,9 @@ class Iteration:
         self.optimizer_steps = 0 if seeds is None else max(0, seeds[-1] - _BEFORE_UPDATE - 1)
         """How many were begun so far, of whichever optimizer."""
         self._seconds: dict[str, float] = {}
-        self._updated_tokens, self._update_flops = 0, 0.0
+        self._began = time.perf_counter()
+        self.costs = UpdateCosts(self.device)
+        """Of its optimizer steps."""
 
     @property
     def number(self) -> int:
@@ -343,33 +390,6 @@ class Iteration:
         for listener in self._listeners():
             listener.on_rollout(self.trainer, self.module, experience, self.records)
 
-    def count_update(
-        self,
-        models: Sequence[PreTrainedModel | PeftModel],
-        lengths: Int[Tensor, " B"],
-        micro_batches: Sequence[MicroBatch],
-    ) -> None:
-        """Count tokens and floating-point operations of an optimizer step.
-
-        Neither padding nor what is recomputed counts, and a shared prefix counts once.
-
-        Args:
-            models: What the rows go through.
-            lengths: Tokens of each row.
-            micro_batches: Which rows go together.
-        """
-        computed = [min(one.computed, one.tokens) for one in micro_batches]
-        self._updated_tokens += sum(computed)
-        if peak_flops(self.device) is None:
-            return
-        squares = lengths.double().square()
-        pairs = sum(
-            float(squares[one.rows].sum()) * count / max(1, one.tokens)
-            for one, count in zip(micro_batches, computed, strict=True)
-        )
-        for model in {id(plain_model(model)): model for model in models}.values():
-            self._update_flops += training_flops(model, sum(computed), pairs)
-
     def measure_costs(self, tokens: float, generated: float = 0.0) -> None:
         """Report seconds by phase, memory, and the speed of this rank.
 
@@ -384,13 +404,14 @@ class Iteration:
         for name, count, seconds in (
             ("tokens_per_s", tokens, sum(self._seconds.values())),
             ("generate_tokens_per_s", generated, self._seconds.get("generate", 0.0)),
-            ("update_tokens_per_s", self._updated_tokens, update),
         ):
             if count and seconds:
                 self.metrics.add(f"perf/{name}", count / seconds, 1 / self.ranks.world_size)
-        peak = peak_flops(self.device)
-        if peak is not None and update and math.isfinite(self._update_flops):
-            self.metrics.add("perf/mfu", self._update_flops / update / peak, 1.0)
+        self.costs.report(self.metrics, update, self.ranks.world_size)
+        if "generate" in self._seconds:
+            busy = update + self._seconds.get("logprob", 0.0)
+            idle = 1 - busy / (time.perf_counter() - self._began)
+            self.metrics.add("perf/idle_share", idle, 1.0)
 
     def _listeners(self) -> list[RolloutListener]:
         callbacks: list[L.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]

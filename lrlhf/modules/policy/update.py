@@ -90,7 +90,7 @@ class OptimizerStep(Generic[RowsT]):
             part, self._models, it, max_tokens=self._max_tokens, shared=self._shared
         )
         self.share = 1 / len(micro_batches) / it.ranks.world_size
-        it.count_update(self._models, part.lengths.cpu(), micro_batches)
+        it.costs.count(self._models, part.lengths.cpu(), micro_batches)
         if self._text_loss is not None:
             loss = self._text_loss()
             self.watch.see_loss(loss, lambda: "in the pretraining texts")
