@@ -90,7 +90,6 @@ class PolicySource(WeightSource):  # type: ignore[misc]
         dtype: torch.dtype,
         device: torch.device,
         adapter: AdapterWeights | None,
-        *,
         delta: bool,
     ) -> None:
         self._weights = _metadata(weights.layout(dtype))
@@ -314,7 +313,7 @@ class WeightTransfer:
         cpu = transport == "gloo"
         device = torch.device("cpu" if cpu else f"cuda:{torch.cuda.current_device()}")
         self._rank = distributed.get_rank() if distributed.is_initialized() else 0
-        self._source = PolicySource(weights, dtype, device, adapter, delta=delta)
+        self._source = PolicySource(weights, dtype, device, adapter, delta)
         self._source.sends = transport == "ipc" or self._rank == 0
         self._full_bytes = self._source.bytes
         self._client = SyncClient(members, timeout)
