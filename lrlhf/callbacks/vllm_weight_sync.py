@@ -98,6 +98,9 @@ class VLLMWeightSync(KeepsArguments, RolloutListener, L.Callback):
                     engine.forget()
                 return
         engine.push(step)
+        if engine.pushed_bytes is not None and trainer.training:
+            for name, size in zip(("bytes", "full_bytes"), engine.pushed_bytes, strict=True):
+                module.log(f"sync/{name}", float(size), batch_size=1)
         self._averaged = averaged
         self._pushes += 1
         if self.probe_every and (self._pushes <= 2 or self._pushes % self.probe_every == 0):

@@ -69,7 +69,7 @@ def fingerprint(tensor: Tensor, *, turn: int | None = None) -> Tensor:
     Returns:
         One int64 on the device of the tensor, without synchronisation.
     """
-    words = tensor.contiguous().view(-1).view(_WORDS.get(tensor.element_size(), torch.int32))
+    words = words_of(tensor)
     if turn is not None and len(words) > _COMPLETE:
         words = words[turn % _STRIDE :: _STRIDE].contiguous()
     weights = _weights(_ROW, tensor.device).int()
@@ -81,6 +81,11 @@ def fingerprint(tensor: Tensor, *, turn: int | None = None) -> Tensor:
     sums.append(_row_sums(words[None, full:], weights[: len(words) - full]))
     rows = torch.cat(sums)
     return (rows * _weights(len(rows), tensor.device)).sum()
+
+
+def words_of(tensor: Tensor) -> Tensor:
+    """Return the bits of a tensor as words of one, two or four bytes, `[N]`; no copy if dense."""
+    return tensor.contiguous().view(-1).view(_WORDS.get(tensor.element_size(), torch.int32))
 
 
 def _row_sums(rows: Tensor, weights: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferUpdateInfo,
 )
 
+from lrlhf.vllm_worker.delta import apply_changes
 from lrlhf.vllm_worker.fingerprint import Fingerprinted, as_text
 from lrlhf.vllm_worker.gloo import GlooGroup, buckets, join_store, size_of, unpack
 from lrlhf.vllm_worker.model_access import ReceivedAdapter, forget_broken_update, repair
@@ -28,7 +30,8 @@ class RecordingReceiver:
     """Records the fingerprint of every received tensor, and stores those of an adapter.
 
     Requests have fields besides vLLM's: ``trainer``, a token, and for updates the ``turn``, see
-    `fingerprint`.
+    `fingerprint`, and ``delta``, whether they are `changes`. These are applied to a copy of the
+    weights in main memory, which is then loaded whole.
     """
 
     device: Any
@@ -37,6 +40,8 @@ class RecordingReceiver:
     _seen: dict[str, Tensor]
     _turn: int
     _trainer: str
+    _delta: bool
+    _held: dict[str, Tensor]
     _begun: bool
     adapter: ReceivedAdapter
 
@@ -52,13 +57,14 @@ class RecordingReceiver:
 
     def init_transfer_engine(self, init_info: Any) -> None:
         """Connect to a trainer, and disconnect from the one before."""
+        self._held = {}
         self.shutdown()  # type: ignore[attr-defined]
         super().init_transfer_engine(init_info)  # type: ignore[misc]
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> Any:
         """Raise ``RuntimeError`` for a trainer that is not connected, which could not send."""
         known = dict(update_dict)
-        self._turn = known.pop("turn")
+        self._turn, self._delta = known.pop("turn"), known.pop("delta")
         if known.pop("trainer") != self._trainer:
             raise RuntimeError("another trainer has connected to this engine meanwhile")
         return super().parse_update_info(known)  # type: ignore[misc]
@@ -78,9 +84,12 @@ class RecordingReceiver:
                 forget_broken_update(model)
             return model.load_weights(weights)
 
-        self.model = SimpleNamespace(load_weights=load)
+        hold = partial(apply_changes, self._held)
+        self.model = SimpleNamespace(load_weights=hold if self._delta else load)
         try:
             super().receive_weights(update_info)  # type: ignore[misc]
+            if self._delta:
+                load(self._held.items())
         except BaseException:
             # else the trainer would wait for this worker
             self.shutdown()  # type: ignore[attr-defined]

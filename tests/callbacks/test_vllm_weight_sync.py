@@ -16,7 +16,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lrlhf.callbacks import EMA, VLLMWeightSync
 from lrlhf.modules import RLOO, OptimizerConfig, Reference
 from lrlhf.rewards import Rewards
-from lrlhf.rollout import ProbeGap, RolloutEngine, Sampling, TransformersEngine, WeightSyncError
+from lrlhf.rollout import (
+    EngineWrapper,
+    ProbeGap,
+    RolloutEngine,
+    Sampling,
+    TransformersEngine,
+    WeightSyncError,
+)
 from tests.modules.policy_runs import Watcher, fit, letters
 from tests.modules.test_policy_objective import random_experience
 from tests.rollout.copy_engine import CopyEngine, Draw
@@ -275,6 +282,25 @@ def test_every_token_of_a_response_is_checked(
     trainer: Any = SimpleNamespace(global_step=4)
     with nullcontext() if told is None else pytest.raises(WeightSyncError, match=told):
         VLLMWeightSync().on_rollout(trainer, module, experience, [{}])
+
+
+def test_what_a_push_sent_is_logged_where_an_engine_counts_it(
+    language_model, tokenizer, prompts, tmp_path, monkeypatch
+) -> None:
+    options: dict[str, Any] = {"steps": 1, "limit_val_batches": 0}
+    run = fit(
+        build(language_model, tokenizer, CopyEngine()),
+        prompts,
+        tmp_path,
+        callbacks=[VLLMWeightSync()],
+        **options,
+    )
+    assert not {"sync/bytes", "sync/full_bytes"} & run.logged_metrics.keys()
+    monkeypatch.setattr(CopyEngine, "pushed_bytes", (5, 100))
+    engine = EngineWrapper(CopyEngine())
+    module = build(language_model, tokenizer, engine)
+    run = fit(module, prompts, tmp_path, callbacks=[VLLMWeightSync()], **options)
+    assert (run.logged_metrics["sync/bytes"], run.logged_metrics["sync/full_bytes"]) == (5, 100)
 
 
 def test_an_engine_without_weights_and_options_out_of_range_are_refused(

@@ -1,5 +1,6 @@
 """What each of several servers is started with, and which engines go on during a push."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,6 +52,29 @@ def test_each_server_has_gpus_of_its_own(
     assert [engine._devices(number) for number in range(engine.replicas)] == expected
     if engine.replicas > 1:
         assert engine._environment("token", 1)["CUDA_VISIBLE_DEVICES"] == expected[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({}, "engine.transport ipc and engine.lora auto: ipc sends nothing"),
+        ({"visible_devices": "1", "lora": "adapter"}, "transport nccl and engine.lora adapter"),
+        ({"visible_devices": "1", "lora": "merged"}, None),
+        ({"transport": "gloo"}, None),
+        ({"url": "http://one"}, None),  # which says later what it takes weights by
+    ],
+)
+@pytest.mark.usefixtures("four_gpus")
+def test_changes_alone_are_refused_where_none_could_be_sent(
+    options: dict[str, Any], told: str | None
+) -> None:
+    with nullcontext() if told is None else pytest.raises(ValueError, match=told):
+        engine = VLLMServerEngine(delta=True, **options)
+    VLLMServerEngine(**options)
+    if "url" in options:
+        engine._check_description(DESCRIBED | {"transfer": "lrlhf_nccl"})
+        with pytest.raises(ValueError, match=r"engine\.delta is on, engine\.transport ipc"):
+            engine._check_description(DESCRIBED | {"transfer": "lrlhf_ipc"})
 
 
 @pytest.mark.usefixtures("four_gpus")

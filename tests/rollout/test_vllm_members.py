@@ -11,7 +11,7 @@ import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lrlhf.background import in_background
-from lrlhf.rollout import EngineFailure, Sampling, VLLMServerEngine
+from lrlhf.rollout import EngineFailure, Sampling, VLLMServerEngine, WeightSyncError
 from lrlhf.rollout.engines.synced_engine import without_recovery
 from lrlhf.rollout.responses import token_prompts
 from lrlhf.rollout.vllm.client import GENERATE
@@ -34,6 +34,7 @@ class Network:
         self.asked: list[str] = []
         self.during_push: list[Callable[[Any], None]] = []
         self.transfers: list[Any] = []
+        self.afresh: list[bool] = []
 
     def answer(self, request: httpx.Request) -> httpx.Response:
         path, body = request.url.path, json.loads(request.content or b"{}")
@@ -62,7 +63,8 @@ class Network:
         self.transfers.append(transfer)
         return transfer
 
-    def push(self, transfer: Any, tensors: Any, version: str, **_: Any) -> None:
+    def push(self, transfer: Any, tensors: Any, version: str, *, afresh: bool, **_: Any) -> None:
+        self.afresh.append(afresh)
         if self.during_push:
             self.during_push.pop(0)(transfer)
         for _tensor in tensors:
@@ -143,6 +145,37 @@ def test_a_push_goes_on_without_a_server_that_requests_saw_die_in_it(
     assert engine._replicas[0] is first
     assert ask(engine) == [1]
     assert network.asked == ["0:1"]
+
+
+def test_changes_alone_are_sent_only_after_a_push_that_is_known_to_have_arrived(
+    engine: Engine, network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pushed(version: int) -> list[bool]:
+        """Push, and return how each attempt began."""
+        network.afresh.clear()
+        engine.push(version)
+        return network.afresh
+
+    def fails(error: Exception) -> Callable[..., None]:
+        def fail(*_: Any) -> None:
+            raise error
+
+        return fail
+
+    assert network.afresh == [True]
+    assert pushed(1) == [False]
+    engine.outdate()  # as a resume does
+    assert pushed(2) == [True]
+    assert pushed(3) == [False]
+    network.during_push.append(fails(EngineFailure("the connection broke")))
+    assert pushed(4) == [False, True]
+    with monkeypatch.context() as patch:
+        mismatch = fails(WeightSyncError("other values"))
+        patch.setattr("lrlhf.rollout.engines.synced_engine.compare_fingerprints", mismatch)
+        with pytest.raises(WeightSyncError):
+            engine.push(5)
+    assert pushed(6) == [True]
+    assert pushed(7) == [False]
 
 
 def test_a_server_that_hung_in_a_push_does_not_end_the_other(

@@ -36,6 +36,31 @@ def test_pushes_agree_with_the_policy_each_time(
     assert server.probe().mean < 1e-4
 
 
+def test_changes_alone_bring_a_server_to_the_policy(
+    server: VLLMServerEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "delta", True)
+    server._disconnect()  # the next push connects anew
+    policy = server._policy
+    assert_pushes_arrive(server, policy, tokenizer)
+    assert server.pushed_bytes is not None
+    whole = server.pushed_bytes[1]
+    with torch.no_grad():
+        policy.get_parameter("model.norm.weight")[:4] *= -2.0
+        policy.get_parameter("model.layers.0.self_attn.k_proj.weight")[5, :3] += 0.5
+    server.push(7)
+    assert server.pushed_bytes == (7 * 5 + 1, whole)  # 320 unchanged words take one more
+    assert server.probe().typical < 1e-4
+    server.push(8)
+    assert server.pushed_bytes == (0, whole)
+    assert server.probe().typical < 1e-4
+    server._disconnect()
+    server.push(9)
+    assert server.pushed_bytes == (whole, whole)
+
+
 def test_responses_are_held_to_a_format(
     server: VLLMServerEngine, tokenizer: PreTrainedTokenizerBase
 ) -> None:

@@ -3,7 +3,7 @@
 import importlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -45,7 +45,9 @@ def connected(
     monkeypatch.setattr(gloo, "BUCKET", 40_000)
     opened = []
 
-    def build(count: int = 1, lora: LoraConfig | None = None) -> tuple[Any, Workers, PolicyWeights]:
+    def build(
+        count: int = 1, lora: LoraConfig | None = None, *, delta: bool = False
+    ) -> tuple[Any, Workers, PolicyWeights]:
         policy = build_policy(tokenizer)
         weights = PolicyWeights(get_peft_model(policy, lora) if lora else policy)
         workers = Workers(count)
@@ -57,6 +59,7 @@ def connected(
             host="127.0.0.1",
             timeout=SECONDS,
             adapter=AdapterWeights(weights) if lora else None,
+            delta=delta,
         )
         opened.append(transfer)
         return transfer, workers, weights
@@ -91,6 +94,86 @@ def test_every_worker_gets_every_weight_and_the_version_says_which(connected, co
         "/update_weights",
         "/finish_weight_update",
     ]
+
+
+def bits(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, bytes]:
+    return {name: bytes(one.contiguous().numpy().tobytes()) for name, one in tensors}
+
+
+def test_pushes_of_changes_give_every_worker_what_full_ones_do(connected) -> None:
+    (delta, changing, weights), (full, plain, others) = (
+        connected(2, delta=True),
+        connected(1, delta=False),
+    )
+    first, second = weights.model, others.model
+    norm, projection = NORM, "model.layers.0.mlp.up_proj.weight"
+    generator = torch.Generator().manual_seed(0)
+
+    def few(model: nn.Module) -> None:
+        model.get_parameter(norm)[3:5] = torch.tensor([-0.0, torch.nan])
+        model.get_parameter(projection)[7, 11] += 1e-6
+
+    def many(model: nn.Module) -> None:
+        for weight in model.parameters():
+            weight += torch.randn(weight.shape, generator=generator.manual_seed(1))
+
+    whole = sum(each.nbytes for each in second.parameters())  # tied ones are listed once
+    assert whole > 2 * gloo.BUCKET
+    # of few changes each has a number of four bytes, and one or more for its position
+    # (11 is in row 7 of 64 columns: 459 unchanged words before it)
+    sizes = [(whole, "all"), (2 * 5 + 6, "few"), (0, "none"), (whole, "all")]
+    for turn, (change, (size, _)) in enumerate(
+        zip((None, few, None, many), sizes, strict=True), start=1
+    ):
+        for model in (first, second):
+            with torch.no_grad():
+                if change is not None:
+                    change(model)
+        tensors, expected = passing(weights, turn), passing(others, turn)
+        assert delta.push(tensors, f"turn{turn}", afresh=turn == 1) == (size, whole)
+        assert full.push(expected, f"turn{turn}", afresh=False) == (whole, whole)
+        for model, engine in zip(changing.models, changing.engines, strict=True):
+            compare_fingerprints(as_text(expected.seen), engine.arrived())
+            assert bits(model.loaded.items()) == bits(plain.models[0].loaded.items())
+            model.loaded.clear()  # every push loads all weights
+    assert bits(plain.models[0].loaded.items()) == bits(weights.tensors(torch.float32))
+
+
+def test_a_copy_that_has_gone_wrong_shows_in_the_next_push_and_is_mended_afresh(connected) -> None:
+    transfer, workers, weights = connected(delta=True)
+    transfer.push(passing(weights), "first")
+    workers.engines[0]._held[NORM][3] += 1e-3
+    transfer.push(tensors := passing(weights, 2), "second", afresh=False)
+    with pytest.raises(RuntimeError, match=f"other values of the weight {NORM}"):
+        compare_fingerprints(as_text(tensors.seen), workers.engines[0].arrived())
+    sent, whole = transfer.push(tensors := passing(weights, 3), "third", afresh=True)
+    compare_fingerprints(as_text(tensors.seen), workers.engines[0].arrived())
+    assert sent == whole
+
+
+def test_after_a_new_connection_nothing_is_left_of_earlier_copies(
+    connected, ends: ModuleType
+) -> None:
+    transfer, workers, weights = connected(delta=True)
+    transfer.push(passing(weights), "first")
+    workers.engines[0]._held["of another policy"] = torch.zeros(1)
+    workers.models[0].fault = raising(KeyError("no such layer"), at=NORM)
+    with pytest.raises(EngineFailure, match="no such layer"):
+        transfer.push(passing(weights, 2), "second", afresh=False)
+    workers.models[0].fault = lambda name: None
+    again = ends.WeightTransfer(
+        "gloo",
+        [ends.Member(workers, 1)],
+        weights,
+        torch.float32,
+        host="127.0.0.1",
+        timeout=SECONDS,
+        delta=True,
+    )
+    sent, whole = again.push(tensors := passing(weights, 3), "third", afresh=False)
+    assert sent == whole
+    compare_fingerprints(as_text(tensors.seen), workers.engines[0].arrived())
+    again.close()
 
 
 def test_the_workers_of_all_servers_get_the_weights_in_one_pass(

@@ -159,6 +159,11 @@ class RolloutEngine(KeepsArguments, ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} has no weights of its own")
 
+    @property
+    def pushed_bytes(self) -> tuple[int, int] | None:
+        """Bytes of the last push, and of all weights; None: no process was sent any."""
+        return None
+
     def outdate(self) -> None:
         """Mark its weights as unknown: it generates nothing before the next push."""
 
@@ -248,6 +253,10 @@ class EngineWrapper(RolloutEngine):
 
     def push(self, version: int) -> None:
         self.engine.push(version)
+
+    @property
+    def pushed_bytes(self) -> tuple[int, int] | None:
+        return self.engine.pushed_bytes
 
     def outdate(self) -> None:
         self.engine.outdate()

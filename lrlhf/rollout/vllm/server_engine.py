@@ -148,6 +148,8 @@ class VLLMServerEngine(VLLMBase):
         start_timeout: Seconds until a server is ready.
         stall_timeout: Seconds without a finished response after which a server counts as hung.
         sync_timeout: Seconds for each step of a push.
+        delta: Whether pushes send only the words that changed since the last, for slow networks. It
+            takes main memory for a copy of the weights on rank 0 and in each worker of the servers.
         log_file: Log of a started server, of several ``name.0.log`` and so on; None: in a temporary
             folder.
         engine: The other arguments of `VLLMBase`.
@@ -167,6 +169,7 @@ class VLLMServerEngine(VLLMBase):
         start_timeout: float = 900.0,
         stall_timeout: float = 600.0,
         sync_timeout: float = 300.0,
+        delta: bool = False,
         log_file: str | None = None,
         **engine: Any,
     ) -> None:
@@ -199,6 +202,8 @@ class VLLMServerEngine(VLLMBase):
         self.start_timeout = start_timeout
         self.stall_timeout = stall_timeout
         self.sync_timeout = sync_timeout
+        self.delta = delta
+        self._check_delta(self._server_transport())
         self.log_file = log_file
         if engine.get("gpu_memory_utilization") is None and self._server_transport() == "ipc":
             self.gpu_memory_utilization = _SHARE_NEXT_TO_TRAINER
@@ -216,6 +221,13 @@ class VLLMServerEngine(VLLMBase):
         self._version_names: dict[str, int] = {}
         """Training iterations behind the weights of each push, by version at the servers."""
         self._transfer: Any = None
+        self._confirmed = False
+        """Whether the servers are known to have what the last push sent."""
+        self._pushed_bytes: tuple[int, int] | None = None
+
+    @property
+    def pushed_bytes(self) -> tuple[int, int] | None:
+        return self._pushed_bytes
 
     @property
     def capabilities(self) -> Capabilities:
@@ -298,6 +310,17 @@ class VLLMServerEngine(VLLMBase):
             raise EngineStartError(
                 f"the vLLM server takes weights by {described['transfer']}, and engine.transport "
                 f"is {self.transport}; start it with\n{self._command_for_users()}"
+            )
+        self._check_delta(described["transfer"].removeprefix("lrlhf_"))
+
+    def _check_delta(self, transport: str) -> None:
+        """Raise ``ValueError`` for a combination in which changes alone cannot be sent."""
+        if self.delta and (transport == "ipc" or self.lora == "adapter"):
+            raise ValueError(
+                f"engine.delta is on, engine.transport {transport} and engine.lora {self.lora}: "
+                "ipc sends nothing, as it shares memory, and adapters are sent alone already. Drop "
+                "engine.delta, or set engine.lora: merged and engine.transport: gloo, or nccl with "
+                "engine.visible_devices"
             )
 
     def _environment(self, token: str, number: int = 0) -> dict[str, str]:
@@ -426,6 +449,7 @@ class VLLMServerEngine(VLLMBase):
             host=self.sync_host,
             timeout=self.sync_timeout,
             adapter=self._adapter_apart,
+            delta=self.delta and self._adapter_apart is None,
         )
 
     def _disconnect(self) -> None:
@@ -471,6 +495,7 @@ class VLLMServerEngine(VLLMBase):
     def _push_once(self, version: int) -> None:
         """Push; if servers fail meanwhile, push again to the others."""
         self._pushed_version = version
+        self._confirmed = self._version is not None
         while True:
             error: Exception | None = None
             try:
@@ -491,12 +516,13 @@ class VLLMServerEngine(VLLMBase):
 
     def _send(self, tensors: Fingerprinted) -> list[dict[str, str]]:
         version, options = f"{self._name}{tensors.turn:08x}", {"in_flight": self._in_flight}
+        options |= {"full": not self._has_base, "afresh": not self._confirmed}
         # before the push, as responses may come from these weights before it returns
         self._version_names[version] = self._pushed_version
         error: Exception | None = None
         if not is_main_rank():
             try:
-                self._transfer.push(tensors, version, full=not self._has_base, **options)
+                self._pushed_bytes = self._transfer.push(tensors, version, **options)
             except Exception as raised:  # noqa: BLE001  raised after rank 0 has finished
                 error = raised
                 # rank 0 still gathers the weights
@@ -504,7 +530,7 @@ class VLLMServerEngine(VLLMBase):
 
         def push() -> list[dict[str, str]]:
             try:
-                self._transfer.push(tensors, version, full=not self._has_base, **options)
+                self._pushed_bytes = self._transfer.push(tensors, version, **options)
             finally:
                 # before the broadcast of the result: until then other ranks gather, too
                 self._exhaust(tensors)

@@ -33,6 +33,7 @@ from lrlhf.rollout.engines.policy_weights import AdapterWeights, PolicyWeights
 from lrlhf.rollout.engines.synced_engine import EngineFailure
 from lrlhf.rollout.vllm.client import ServerClient
 from lrlhf.rollout.vllm.vllm_base import free_port
+from lrlhf.vllm_worker.delta import changes
 from lrlhf.vllm_worker.fingerprint import Fingerprinted
 from lrlhf.vllm_worker.gloo import GlooGroup, buckets, open_store, pack, size_of
 
@@ -89,24 +90,41 @@ class PolicySource(WeightSource):  # type: ignore[misc]
         dtype: torch.dtype,
         device: torch.device,
         adapter: AdapterWeights | None,
+        delta: bool,
     ) -> None:
         self._weights = _metadata(weights.layout(dtype))
         self._adapter = _metadata(adapter.layout(dtype)) if adapter else []
         self.device = device
         self.sends = True
         """Whether this rank sends, or only takes part in gathering shards."""
-        self.full = True
-        """Whether the next pass has all weights, or the adapter alone."""
-        self.tensors: Fingerprinted
-        """The tensors of the next pass."""
+        self._layout = self._adapter + self._weights
+        self._tensors: Iterable[tuple[str, Tensor]] = ()
+        self._held: dict[str, Tensor] | None = {} if delta else None
+        """With ``delta``: copies of what was sent."""
+
+    def prepare(self, tensors: Fingerprinted, *, full: bool, afresh: bool) -> None:
+        """Set the tensors of the next pass; see `WeightTransfer.push`."""
+        self._tensors, self._layout = tensors, self._adapter + (self._weights if full else [])
+        if self._held is not None and self.sends:
+            if afresh:
+                self._held.clear()
+            # before the pass, as vLLM asks for their sizes then
+            self._tensors = list(changes(tensors, self._held))
+            self._layout = _metadata(self._tensors)
 
     def metadata(self) -> list[ParamMeta]:
-        """Return names, types and shapes of the next pass, without other ranks."""
-        return self._adapter + (self._weights if self.full else [])
+        """Return names, types and shapes of the next pass, at first of all weights."""
+        return self._layout
+
+    @property
+    def bytes(self) -> int:
+        """Size of the next pass."""
+        return sum(size_of(each.dtype, each.shape) for each in self._layout)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights; all ranks must iterate over sharded ones."""
-        for name, tensor in self.tensors:
+        tensors, self._tensors = self._tensors, ()
+        for name, tensor in tensors:
             yield name, tensor.to(self.device) if self.sends else tensor
 
 
@@ -138,7 +156,7 @@ class SyncClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
         """The server of the first failure, where it is that server's own."""
         self._failing = threading.Lock()
         self.version = ""
-        self.turn = 0
+        self.turn, self.delta = 0, False
         self.in_flight = False
         self._trainer = secrets.token_hex(16)
 
@@ -200,7 +218,8 @@ class SyncClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Let the workers receive, with the number of the push for fingerprints."""
-        super().update_weights({**update_info, "turn": self.turn, "trainer": self._trainer})
+        ours = {"turn": self.turn, "trainer": self._trainer, "delta": self.delta}
+        super().update_weights({**update_info, **ours})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Finish, and set the version of the weights."""
@@ -276,6 +295,7 @@ class WeightTransfer:
         host: Address of this machine for the workers.
         timeout: Seconds that the workers and the trainer wait for each other.
         adapter: Adapter that is sent apart from the weights; None: it is merged.
+        delta: Whether to send only `changes` since the last push.
     """
 
     def __init__(
@@ -288,13 +308,16 @@ class WeightTransfer:
         host: str,
         timeout: float,
         adapter: AdapterWeights | None = None,
+        delta: bool = False,
     ) -> None:
         cpu = transport == "gloo"
         device = torch.device("cpu" if cpu else f"cuda:{torch.cuda.current_device()}")
         self._rank = distributed.get_rank() if distributed.is_initialized() else 0
-        self._source = PolicySource(weights, dtype, device, adapter)
+        self._source = PolicySource(weights, dtype, device, adapter, delta)
         self._source.sends = transport == "ipc" or self._rank == 0
+        self._full_bytes = self._source.bytes
         self._client = SyncClient(members, timeout)
+        self._client.delta = delta
         self._shares_gpu = transport == "ipc"
         info = self._init_info(transport, host, self._client.workers, timeout)
 
@@ -336,8 +359,14 @@ class WeightTransfer:
         return NCCLTrainerInitInfo(host, port, workers + 1, **buffer, rank=rank)
 
     def push(
-        self, tensors: Fingerprinted, version: str, *, full: bool = True, in_flight: bool = False
-    ) -> None:
+        self,
+        tensors: Fingerprinted,
+        version: str,
+        *,
+        full: bool = True,
+        in_flight: bool = False,
+        afresh: bool = True,
+    ) -> tuple[int, int]:
         """Send all weights, or the adapter alone, and leave the servers paused.
 
         Args:
@@ -345,11 +374,14 @@ class WeightTransfer:
             version: Their version at the servers.
             full: Whether they contain the weights.
             in_flight: Whether unfinished responses continue with them.
+            afresh: Whether to send unchanged weights too; required after a failure.
+
+        Returns:
+            On the rank that sends: bytes for each worker, and of all weights.
 
         Raises:
             EngineFailure: The transfer failed, after iteration over all tensors.
         """
-        self._source.tensors, self._source.full = tensors, full
         self._client.version, self._client.turn = version, tensors.turn
         self._client.in_flight = in_flight
         if self._source.device.type == "cuda":
@@ -359,12 +391,15 @@ class WeightTransfer:
             # release cached memory for the engine's copies of the weights
             torch.cuda.empty_cache()
         try:
+            self._source.prepare(tensors, full=full, afresh=afresh)
+            sent = self._source.bytes
             self._engine.send_weights()
         except Exception as error:
             if self._client.group is not None:
                 self._client.group.break_off(error)
             raise  # an error of the policy, which a restart would not repair
         self._raise_failure()
+        return sent, self._full_bytes
 
     def _raise_failure(self) -> None:
         """Raise the failure, preferably the server's, which is more specific."""
