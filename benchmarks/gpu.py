@@ -154,7 +154,7 @@ def _run(part: Part, results: Path, key: Result) -> Result:
     figures = folder / "figures.json"
     result = {
         **{"part": part.name, "status": status, "seconds": seconds, "problems": problems},
-        "output": re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output).splitlines()[-SHOWN:],
+        "output": _plain(output).splitlines()[-SHOWN:],
         "figures": json.loads(figures.read_text()) if figures.is_file() else {},
         "tests": _sum_up(folder),
         **key,
@@ -183,10 +183,16 @@ def _run_commands(part: Part, folder: Path, model: str | None) -> tuple[str, lis
                 status = process.wait(max(0.0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
                 _end(process)
-                return "timed out", [*problems, f"reached the limit: {' '.join(command)}"]
+                return "timed out", [*problems, _plain(f"reached the limit: {' '.join(command)}")]
             if status != 0:
-                problems.append(f"status {status}: {' '.join(command)}")
+                problems.append(_plain(f"status {status}: {' '.join(command)}"))
     return "failed" if problems else "passed", problems
+
+
+def _plain(text: str) -> str:
+    """Leave out colors, and where on this machine things are."""
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+    return text.replace(sys.executable, "python").replace(f"{ROOT}/", "")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

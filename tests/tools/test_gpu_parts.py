@@ -84,7 +84,8 @@ def test_one_model_is_not_taken_for_another(call: Call, tmp_path: Path) -> None:
 def test_failures_and_limits_are_recorded(call: Call, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     slow = f"echo began; sleep 1000 & echo $! > {pid}; wait"
-    assert call(seconds=3.0, slow=slow, broken="echo '\033[1mthe cause' >&2; exit 7", fine=":") == 1
+    broken = f"echo '\033[1m{ROOT}/the cause' >&2; exit 7"
+    assert call(seconds=3.0, slow=slow, broken=broken, fine=":") == 1
     results = {
         name: json.loads((tmp_path / "results" / f"{name}.json").read_text())
         for name in ("slow", "broken", "fine")
