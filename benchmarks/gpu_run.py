@@ -223,7 +223,6 @@ def _reward(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "data.train": _write_rows(folder, pairs),
         "data.batch_size": options.prompts,
         "data.max_tokens": length + 16,  # the prompt, an end, and what a tokenizer puts in front
-        "trainer.callbacks+": "gpu_probe.PairSpeed",
     }
 
 

@@ -22,24 +22,27 @@ def changes(
 
     Unchanged tensors are left out. Of others the changed words (of one, two or four bytes) are
     yielded as bytes: the new values, and before each one byte for the number of unchanged words
-    (more from 255 on). A tensor that has no copy, or takes fewer bytes whole, is yielded whole. The
-    copies in ``held`` become equal to the tensors.
+    (more from 255 on). A tensor is yielded whole where this would not halve its bytes, and where it
+    has no copy of its type and shape. The copies in ``held`` become equal to the tensors.
     """
     for name, tensor in tensors:
         words = words_of(tensor.detach()).cpu()
-        if name not in held:
+        old = held.get(name)
+        if old is None or (old.dtype, old.shape) != (tensor.dtype, tensor.shape):
             held[name] = words.clone().view(tensor.dtype).view(tensor.shape)
             yield name, held[name]
             continue
-        own = words_of(held[name])
+        own = words_of(old)
         changed = words != own
-        own.copy_(words)
         count = int(changed.count_nonzero())
-        least = count * (own.element_size() + 1)
-        if 0 < least < own.nbytes and (payload := _payload(words, changed)).nbytes < own.nbytes:
-            yield f"{name}{_MARK}{count}", payload
-        elif count:
-            yield name, held[name]
+        if not count:
+            continue
+        own.copy_(words)
+        # positions take several times the bytes of the words that they spare
+        if 2 * count * (own.element_size() + 1) <= own.nbytes:
+            yield f"{name}{_MARK}{count}", _payload(words, changed)
+        else:
+            yield name, old
 
 
 def apply_changes(held: dict[str, Tensor], tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -30,8 +30,8 @@ class RecordingReceiver:
     """Records the fingerprint of every received tensor, and stores those of an adapter.
 
     Requests have fields besides vLLM's: ``trainer``, a token, and for updates the ``turn``, see
-    `fingerprint`, and ``delta``, whether they are `changes`. These are applied to a copy of the
-    weights in main memory, which is then loaded whole.
+    `fingerprint`, ``delta``, whether they are `changes`, and ``afresh``, whether these stand alone.
+    Changes are applied to a copy of the weights in main memory, which is then loaded whole.
     """
 
     device: Any
@@ -41,6 +41,7 @@ class RecordingReceiver:
     _turn: int
     _trainer: str
     _delta: bool
+    _afresh: bool
     _held: dict[str, Tensor]
     _begun: bool
     adapter: ReceivedAdapter
@@ -64,7 +65,8 @@ class RecordingReceiver:
     def parse_update_info(self, update_dict: dict[str, Any]) -> Any:
         """Raise ``RuntimeError`` for a trainer that is not connected, which could not send."""
         known = dict(update_dict)
-        self._turn, self._delta = known.pop("turn"), known.pop("delta")
+        self._turn = known.pop("turn")
+        self._delta, self._afresh = known.pop("delta", False), known.pop("afresh", False)
         if known.pop("trainer") != self._trainer:
             raise RuntimeError("another trainer has connected to this engine meanwhile")
         return super().parse_update_info(known)  # type: ignore[misc]
@@ -84,13 +86,17 @@ class RecordingReceiver:
                 forget_broken_update(model)
             return model.load_weights(weights)
 
+        if self._afresh:
+            self._held.clear()
         hold = partial(apply_changes, self._held)
         self.model = SimpleNamespace(load_weights=hold if self._delta else load)
         try:
             super().receive_weights(update_info)  # type: ignore[misc]
             if self._delta:
-                load(self._held.items())
+                # copies, as some of vLLM's models write into what they load
+                load((name, one.to(self.device, copy=True)) for name, one in self._held.items())
         except BaseException:
+            self._held.clear()
             # else the trainer would wait for this worker
             self.shutdown()  # type: ignore[attr-defined]
             raise

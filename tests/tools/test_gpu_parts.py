@@ -6,15 +6,13 @@ import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from lrlhf.cli import run
-from lrlhf.models import ScoreModel
 
 ROOT = Path(__file__).parents[2]
 Call = Callable[..., int]
@@ -190,38 +188,3 @@ def test_a_part_parses_and_its_model_has_the_right_size(
     printed = capsys.readouterr().out
     assert ("VLLMEngine" in printed) == (name not in ("quickstart", "reward"))
     assert ("r: 64" in printed) == (name == "rloo-7b-lora")
-
-
-def test_the_speed_of_a_reward_model_is_that_of_its_tokens(
-    model_folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    probe = importlib.import_module("gpu_probe")
-    network = ScoreModel(source=model_folder).load()
-    times = iter([10.0, 12.0])
-    monkeypatch.setattr(probe, "_now", lambda: next(times))
-    monkeypatch.setattr(probe, "peak_flops", lambda _: 1e9)
-    logged: dict[str, float] = {}
-    module: Any = SimpleNamespace(
-        network=network,
-        device=torch.device("cpu"),
-        log=lambda name, value, batch_size: logged.update({name: value}),
-    )
-    batch = SimpleNamespace(
-        candidate0=SimpleNamespace(lengths=torch.tensor([3, 5])),
-        candidate1=SimpleNamespace(lengths=torch.tensor([4, 8])),
-    )
-    speed = probe.PairSpeed()
-    speed.on_train_batch_start(None, module, batch, 0)
-    speed.on_train_batch_end(None, module, None, batch, 0)
-
-    # 20 tokens, and 9 + 25 + 16 + 64 pairs of them; what multiplies is every weight but embeddings.
-    # The library counts buffers too, here the frequencies of positions: less than a thousandth
-    embeddings = network.config.vocab_size * network.config.hidden_size
-    multiplied = sum(weight.numel() for weight in network.parameters()) - embeddings
-    width = network.config.num_hidden_layers * network.config.hidden_size
-    forward = 2 * (multiplied * 20 + width * 114)
-    assert logged == {
-        "perf/update_tokens_per_s": 10.0,
-        "perf/mfu": pytest.approx(3 * forward / 2.0 / 1e9, rel=1e-3),
-    }

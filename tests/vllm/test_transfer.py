@@ -146,9 +146,65 @@ def test_a_copy_that_has_gone_wrong_shows_in_the_next_push_and_is_mended_afresh(
     transfer.push(tensors := passing(weights, 2), "second", afresh=False)
     with pytest.raises(RuntimeError, match=f"other values of the weight {NORM}"):
         compare_fingerprints(as_text(tensors.seen), workers.engines[0].arrived())
+    workers.engines[0]._held["that the policy has lost"] = torch.zeros(1)
     sent, whole = transfer.push(tensors := passing(weights, 3), "third", afresh=True)
     compare_fingerprints(as_text(tensors.seen), workers.engines[0].arrived())
     assert sent == whole
+
+
+def test_a_push_that_was_broken_off_is_followed_by_a_complete_one(
+    connected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transfer, workers, weights = connected(delta=True)
+    transfer.push(passing(weights), "first")
+    with torch.no_grad():
+        weights.model.get_parameter(NORM)[3] += 1
+    with monkeypatch.context() as patch:
+        patch.setattr(transfer._engine, "send_weights", raising(KeyboardInterrupt(), ""))
+        with pytest.raises(KeyboardInterrupt):
+            transfer.push(passing(weights, 2), "second", afresh=False)
+    sent, whole = transfer.push(tensors := passing(weights, 3), "third", afresh=False)
+    compare_fingerprints(as_text(tensors.seen), workers.engines[0].arrived())
+    assert sent == whole
+
+
+def test_a_model_that_writes_into_what_it_loads_does_not_spoil_the_copies(connected) -> None:
+    transfer, workers, weights = connected(delta=True)
+    load = workers.models[0].load_weights
+
+    def load_and_clear(tensors: Iterable[tuple[str, Tensor]]) -> None:
+        load((name, tensor.zero_()) for name, tensor in tensors)  # as vLLM's gpt-oss does
+
+    workers.models[0].load_weights = load_and_clear
+    for turn in (1, 2):
+        transfer.push(tensors := passing(weights, turn), f"turn{turn}", afresh=turn == 1)
+        compare_fingerprints(as_text(tensors.seen), workers.engines[0].arrived())
+
+
+def test_changes_keep_whole_tensors_aligned_in_vllms_packed_buffers(
+    tokenizer: PreTrainedTokenizerBase, ends: ModuleType
+) -> None:
+    packed = importlib.import_module("vllm.distributed.weight_transfer.packed_tensor")
+    policy = build_policy(tokenizer)
+    weights = PolicyWeights(policy)
+    cpu = torch.device("cpu")
+    source = ends.PolicySource(weights, torch.bfloat16, cpu, None, delta=True)
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        return ((name, one) for name, one in weights.tensors(torch.bfloat16))
+
+    source.prepare(tensors(), full=True, afresh=True)
+    with torch.no_grad():
+        first, *_, last = policy.parameters()
+        first.view(-1)[5] += 1  # three bytes, before what is sent whole
+        last += 1
+    source.prepare(tensors(), full=True, afresh=False)
+    chunk = packed.pack_tensors(iter(source), lambda item: item[1], 2**20)
+    arrived = packed.unpack_tensor(
+        chunk.packed_tensor, chunk.names, chunk.shapes, chunk.dtypes, chunk.tensor_sizes
+    )
+    assert sorted(tensor.dtype.itemsize for _, tensor in arrived) == [1, 2]
+    assert sum(tensor.nbytes for _, tensor in arrived) == 2 * last.numel() + 3
 
 
 def test_after_a_new_connection_nothing_is_left_of_earlier_copies(
@@ -241,8 +297,8 @@ def test_fingerprints_are_those_of_what_arrives_not_of_what_was_sent(
         compare_fingerprints(as_text(tensors.seen), workers.engines[0].arrived())
 
 
-def raising(error: Exception, at: str) -> Callable[[str], Any]:
-    def check(name: str) -> None:
+def raising(error: BaseException, at: str) -> Callable[..., Any]:
+    def check(name: str = "") -> None:
         if name == at:
             raise error
 

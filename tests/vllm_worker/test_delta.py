@@ -98,15 +98,25 @@ def test_the_bytes_of_changes_are_values_and_counts_of_unchanged_words(
     assert bytes(sent.tolist()) == values + bytes(codes)
 
 
-def test_a_tensor_is_sent_whole_as_soon_as_that_is_shorter() -> None:
+def test_a_tensor_is_sent_whole_where_changes_do_not_halve_its_bytes() -> None:
     before = torch.zeros(300, dtype=torch.bfloat16)  # 600 bytes, and 3 for each change
-    for count, name in ((199, "a changed 199"), (200, "a"), (300, "a")):
+    for count, name in ((100, "a changed 100"), (101, "a"), (300, "a")):
         ends, after = Ends(a=before), before.clone()
         after[:count] = 1.0
         assert list(ends.send(a=after)) == [name]
-    few = torch.zeros(1530, dtype=torch.uint8)  # of one byte each: 764 changes take 1528, and
-    ends, after = Ends(a=few), few.clone()
-    after[:763], after[-1] = 1, 1  # 766 unchanged ones before the last take three more
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        torch.arange(12.0).view(4, 3),  # the words stay, with another shape
+        torch.arange(12.0).view(torch.int32).view(3, 4),  # or type
+        torch.zeros(1),
+        torch.zeros(3, 5),
+    ],
+)
+def test_a_tensor_of_another_shape_or_type_is_sent_whole(after: Tensor) -> None:
+    ends = Ends(a=torch.arange(12.0).view(3, 4))
     assert list(ends.send(a=after)) == ["a"]
 
 

@@ -161,7 +161,7 @@ class RolloutEngine(KeepsArguments, ABC):
 
     @property
     def pushed_bytes(self) -> tuple[int, int] | None:
-        """Bytes of the last push, and of all weights; None: no process was sent any."""
+        """Bytes of the last push for each worker, and of all weights; None: they have no copy."""
         return None
 
     def outdate(self) -> None:

@@ -108,8 +108,10 @@ class PolicySource(WeightSource):  # type: ignore[misc]
         if self._held is not None and self.sends:
             if afresh:
                 self._held.clear()
-            # before the pass, as vLLM asks for their sizes then
-            self._tensors = list(changes(tensors, self._held))
+            # before the pass, as vLLM asks for their sizes then; wide types first, as vLLM's packed
+            # buffers view each tensor where the one before ends
+            sent = changes(tensors, self._held)
+            self._tensors = sorted(sent, key=lambda each: -each[1].element_size())
             self._layout = _metadata(self._tensors)
 
     def metadata(self) -> list[ParamMeta]:
@@ -156,7 +158,9 @@ class SyncClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
         """The server of the first failure, where it is that server's own."""
         self._failing = threading.Lock()
         self.version = ""
-        self.turn, self.delta = 0, False
+        self.turn = 0
+        self.changes: dict[str, bool] = {}
+        """How the next push is to be read, where it has changes alone."""
         self.in_flight = False
         self._trainer = secrets.token_hex(16)
 
@@ -218,8 +222,8 @@ class SyncClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Let the workers receive, with the number of the push for fingerprints."""
-        ours = {"turn": self.turn, "trainer": self._trainer, "delta": self.delta}
-        super().update_weights({**update_info, **ours})
+        ours = {"turn": self.turn, "trainer": self._trainer}
+        super().update_weights({**update_info, **ours, **self.changes})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Finish, and set the version of the weights."""
@@ -317,7 +321,7 @@ class WeightTransfer:
         self._source.sends = transport == "ipc" or self._rank == 0
         self._full_bytes = self._source.bytes
         self._client = SyncClient(members, timeout)
-        self._client.delta = delta
+        self._delta, self._complete = delta, False
         self._shares_gpu = transport == "ipc"
         info = self._init_info(transport, host, self._client.workers, timeout)
 
@@ -374,7 +378,7 @@ class WeightTransfer:
             version: Their version at the servers.
             full: Whether they contain the weights.
             in_flight: Whether unfinished responses continue with them.
-            afresh: Whether to send unchanged weights too; required after a failure.
+            afresh: Whether to send unchanged weights too, as after a push that failed here.
 
         Returns:
             On the rank that sends: bytes for each worker, and of all weights.
@@ -384,6 +388,9 @@ class WeightTransfer:
         """
         self._client.version, self._client.turn = version, tensors.turn
         self._client.in_flight = in_flight
+        afresh, self._complete = afresh or not self._complete, False
+        if self._delta:
+            self._client.changes = {"delta": True, "afresh": afresh}
         if self._source.device.type == "cuda":
             # weights are read on other streams than that of the optimizer's step
             torch.cuda.synchronize(self._source.device)
@@ -399,6 +406,7 @@ class WeightTransfer:
                 self._client.group.break_off(error)
             raise  # an error of the policy, which a restart would not repair
         self._raise_failure()
+        self._complete = True
         return sent, self._full_bytes
 
     def _raise_failure(self) -> None:
