@@ -96,7 +96,7 @@ def cover(name: str, known: dict[str, list[str]]) -> list[str]:
     """Return the tests of a place: of itself, or of a class or module that it lies in."""
     parts = name.split(".")
     prefixes = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-    return [test for prefix in prefixes for test in known.get(prefix, ())]
+    return list(dict.fromkeys(test for prefix in prefixes for test in known.get(prefix, ())))
 
 
 def page() -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -9,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 FAR = -1e4
 """Lowest log-probability in an entropy. Below it p is 0 in float64 too, and so is p log p, while
@@ -20,9 +24,28 @@ _KERNEL_DEVICES = {"cuda"}
 
 def kernels_on(device: torch.device) -> Any:
     """Return `softmax_kernels`, if Triton is there, which PyTorch for GPUs brings; else None."""
-    if device.type not in _KERNEL_DEVICES or find_spec("triton") is None:
+    return _tried(device) if device.type in _KERNEL_DEVICES else None
+
+
+@functools.cache
+def _tried(device: torch.device) -> Any:
+    """Try both kernels on a row, as a machine may lack the C compiler that Triton needs."""
+    if find_spec("triton") is None:
         return None
-    return import_module("lrlhf.functional.softmax_kernels")
+    kernels = import_module("lrlhf.functional.softmax_kernels")
+    row = torch.zeros(1, 2, device=device)
+    zero, targets = row[:, 0], torch.zeros(1, dtype=torch.long, device=device)
+    state = [torch.zeros_like(zero) for _ in range(4)]
+    try:
+        kernels.add_statistics(row, targets, state, 0, 1.0)
+        kernels.write_gradient(row, row, RowGradients(targets, zero, zero, zero, zero, 1.0), 0)
+        total = float(state[2])
+    except Exception as error:  # noqa: BLE001  of a compiler, a driver, a kernel: PyTorch needs none
+        logger.warning("Triton's kernels do not run here, PyTorch's operations do: %s", error)
+        return None
+    if total != row.shape[1]:
+        raise RuntimeError(f"Triton's kernels add up two ones to {total} on {device}")
+    return kernels
 
 
 class Support(NamedTuple):

@@ -228,7 +228,7 @@ def packs(plain: PreTrainedModel, batch: SequenceBatch | None = None) -> bool:
 
 
 def _uses_depth_first_order(plain: PreTrainedModel, device: torch.device) -> bool:
-    """Tell whether packed rows go through FlexAttention, where that computes them."""
+    """Tell whether FlashAttention or FlexAttention compute packed rows, where they can."""
     name = attention_of(_attention_config(plain))
     if name in (PACKED_SDPA, PACKED_OWN_ATTENTION):
         return False

@@ -22,6 +22,7 @@ def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(1)
     monkeypatch.setattr(online_softmax, "_KERNEL_DEVICES", {"cpu"})
     monkeypatch.setattr(kernels, "_COLUMNS", tl.constexpr(16))
+    assert online_softmax.kernels_on(torch.device("cpu")) is kernels
 
 
 @BOTH_PATHS

@@ -1,9 +1,11 @@
 """The Triton kernels without a GPU: their values in Triton's interpreter, and that they compile."""
 
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,7 +49,7 @@ def test_the_kernels_compile_for_gpus(
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("nothing is compiled in the interpreter")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernels = online_softmax.kernels_on(torch.device("cuda"))
+    kernels = importlib.import_module("lrlhf.functional.softmax_kernels")
     target: Any = triton.backends.compiler.GPUTarget("cuda", 80, 32)
     types = dict.fromkeys(("logits", "out"), f"*{dtype}") | {"targets": "*i64"}
     types |= dict.fromkeys(("stride", "start", "size"), "i32")
@@ -76,4 +78,24 @@ def test_a_cpu_imports_no_kernels(head: Head, monkeypatch: pytest.MonkeyPatch) -
 
 def test_without_triton_a_gpu_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(online_softmax, "find_spec", lambda name: None)
-    assert online_softmax.kernels_on(torch.device("cuda")) is None
+    assert online_softmax._tried.__wrapped__(torch.device("cuda")) is None
+
+
+@pytest.mark.parametrize(("total", "found"), [(2.0, True), (1.5, RuntimeError), (None, False)])
+def test_kernels_are_tried_before_anything_depends_on_them(
+    total: float | None, found: bool | type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def add(*arguments: Any) -> None:
+        if total is None:
+            raise RuntimeError("Failed to find C compiler")
+        arguments[2][2].fill_(total)
+
+    kernels = SimpleNamespace(add_statistics=add, write_gradient=lambda *_: None)
+    monkeypatch.setattr(online_softmax, "find_spec", lambda name: name)
+    monkeypatch.setattr(online_softmax, "import_module", lambda name: kernels)
+    trial = online_softmax._tried.__wrapped__
+    if isinstance(found, type):
+        with pytest.raises(found, match=r"to 1\.5 on cpu"):
+            trial(torch.device("cpu"))
+    else:
+        assert (trial(torch.device("cpu")) is kernels) == found

@@ -4,6 +4,7 @@ CPUs have no such kernel. Here a loop over the rows, written from its documentat
 torch's function; the numbers expected are those of the path that packed rows take on CPUs.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention
@@ -212,3 +214,21 @@ def test_a_kernel_is_tried_before_anything_depends_on_it(
     untried = attention.tried.__wrapped__
     found = untried(shapes, torch.float32, torch.device("cpu"), varlen=True, window=window)
     assert found == reason
+
+
+def test_a_trial_within_a_checkpointed_layer_leaves_its_backward_pass_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(varlen, "varlen_attn", by_row)
+    tried = functools.cache(attention.tried.__wrapped__)
+    found = []
+
+    def layer(states: Tensor) -> Tensor:
+        shapes = ((4, 16), (2, 16), (2, 16))
+        found.append(tried(shapes, torch.float32, torch.device("cpu"), varlen=True))
+        return states.sin().exp()
+
+    states = torch.arange(3.0, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(layer, states, use_reentrant=False).sum().backward()
+    assert found == [None, None]  # a forward pass, and its repetition
+    torch.testing.assert_close(states.grad, states.cos() * states.sin().exp())

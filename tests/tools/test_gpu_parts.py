@@ -31,7 +31,8 @@ def call(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ca
     def called(*arguments: str, seconds: float = 60.0, commit: str = "c1", **fakes: str) -> int:
         if fakes:
             parts = [
-                gpu.Part(name, seconds, [["sh", "-c", script]]) for name, script in fakes.items()
+                gpu.Part(name, seconds, [["sh", "-c", script]], takes_model=name != "tests")
+                for name, script in fakes.items()
             ]
             monkeypatch.setattr(gpu, "PARTS", parts)
         files = [f"--results={tmp_path / 'results'}", f"--page={tmp_path / 'page.md'}"]
@@ -77,6 +78,12 @@ def test_one_model_is_not_taken_for_another(call: Call, tmp_path: Path) -> None:
     assert call("part", part=script) == 0
     assert call("part", "--model=hub/model") == 0
     assert (tmp_path / "log").read_text() == "ran\n" * 2
+
+
+def test_a_model_is_given_to_one_part_that_trains(call: Call) -> None:
+    for parts in (["tests"], ["part", "tests"], []):
+        with pytest.raises(SystemExit, match="2"):
+            call(*parts, "--model=hub/model", part="true", tests="true")
 
 
 def test_failures_and_limits_are_recorded(call: Call, tmp_path: Path) -> None:

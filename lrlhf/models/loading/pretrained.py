@@ -209,8 +209,8 @@ class PretrainedSpec:
     """Of the weights. ``auto``: as stored. Adapters on a 16-bit model stay float32."""
     attn_implementation: str | None = None
     """``sdpa``, ``flex_attention``, ``flash_attention_2``, ``eager``, ...; None: the model's own.
-    Packed rows go through FlexAttention, but not with ``sdpa``, nor with None on CPUs. ``eager``
-    stands in for ``sdpa`` where that leaves out what a model asks for (Gemma 2)."""
+    Packed rows go through FlashAttention or FlexAttention, but not with ``sdpa``, nor with None on
+    CPUs. ``eager`` stands in for ``sdpa`` where that leaves out what a model asks for (Gemma 2)."""
     gradient_checkpointing: bool | Literal["auto"] = "auto"
     """Gradient checkpointing: recompute activations in the backward pass instead of keeping them.
     ``auto``: where there is a GPU, for models of more than three billion weights."""

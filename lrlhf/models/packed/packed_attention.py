@@ -237,8 +237,10 @@ class _Text(NamedTuple):
 def _outcome(parts: list[Tensor], attend: Callable[..., Tensor]) -> list[Tensor]:
     """Return the result of attention and its gradients, in float32."""
     leaves = [part.clone().requires_grad_() for part in parts]
-    result = attend(*leaves)
-    gradients = torch.autograd.grad(result.float().square().sum(), leaves)
+    # inside a checkpointed layer, what is saved here would belong to that layer's backward pass
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+        result = attend(*leaves)
+        gradients = torch.autograd.grad(result.float().square().sum(), leaves)
     return [result.detach().float(), *(gradient.float() for gradient in gradients)]
 
 

@@ -251,11 +251,10 @@ def compute_advantages(  # noqa: PLR0913  the order of what happens to a score
 ) -> Experience:
     """Turn the scores of a rollout into advantages per token.
 
-    The order is TRL's: clip the scores, subtract the KL penalty (the estimator does it), take the
-    baseline, whiten; then
-    bound what came of it. Scores are scaled before all that, and rewards of turns with them;
-    clipping a score leaves the rewards of turns as they are, and the last token takes the
-    difference.
+    The order is TRL's: clip the scores, subtract the KL penalty and take the baseline (the
+    estimator does both), whiten; then bound the result. Scores are scaled before all that, and
+    rewards of turns with them; clipping a score leaves the rewards of turns as they are, and the
+    last token takes the difference.
 
     Args:
         experience: Rows of complete groups, ``old_logprobs`` set where the KL is in the reward,
