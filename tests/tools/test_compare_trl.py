@@ -91,7 +91,9 @@ compare_trl._run_child = in_process
 command = sys.argv
 shared = ["--model", "tiny", "--repeats", "1", "--steps", "2"]
 texts = [*shared, "--batch-size", "2", "--max-length", "64"]
-rloo = [*shared, "--prompts", "2", "--generations", "2", "--micro-batch", "2", "--new-tokens", "8"]
+rloo = [*shared, "--prompts", "2", "--generations", "2", "--micro-batch", "2"]
+# enough tokens that scores differ in every step: else gradients are nothing but rounding
+rloo += ["--new-tokens", "48"]
 for name, options in (("rloo", rloo), ("reward", texts), ("dpo", texts), ("sft", texts)):
     sys.argv = ["compare_trl.py", name, "--data", command[1], *options]
     compare_trl.main()
