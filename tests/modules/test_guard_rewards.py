@@ -130,6 +130,15 @@ def test_a_healthy_step_copies_nothing_to_the_host(reward_model, collate, tmp_pa
         (module.network.register_forward_hook, False),
     ):
         register(lambda *_, computing=computing: setattr(seen, "computing", computing))
+    count = module._costs
+
+    def costs() -> Any:  # reads the batches in main memory, see below
+        seen.computing = True
+        counted = count()
+        seen.computing = False
+        return counted
+
+    module._costs = costs
     fit_pairs(module, batches, tmp_path, accumulate_grad_batches=2, callbacks=[seen])
     # the very tensors in main memory, no copies of them, and nothing that lies on the device
     assert [one.candidate0.input_ids.data_ptr() for one in seen.kept] == [

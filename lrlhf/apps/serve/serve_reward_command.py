@@ -129,7 +129,7 @@ def _function(config: Namespace) -> RewardFunction | str:
     parser = Parser()
     parser.add_argument("--reward", type=_REWARD)
     entry = Namespace(reward=config.reward)  # type: ignore[no-untyped-call]
-    built: RewardFunction | str = parser.instantiate_classes(entry).reward
+    built: RewardFunction | str = parser.instantiate(entry).reward
     return built
 
 

@@ -120,7 +120,7 @@ class ConfigObjects:
             names = inspect.signature(owner).parameters
             skip: set[str | int] = {name for name in names if name not in plain_options}
             parser.add_class_arguments(owner, "it", skip=skip, instantiate=False)
-            made = parser.instantiate_classes(parser.parse_object({"it": plain_options})).it
+            made = parser.instantiate(parser.parse_object({"it": plain_options})).it
             if defaults["default_algorithm"] is None or needed - {*plain_options, *defaults}:
                 return None
             chosen = {name: made[name] for name in needed if name in plain_options}
@@ -133,7 +133,7 @@ def _made(base: type, entry: Namespace) -> Any:
     parser = Parser()
     parser.add_subclass_arguments(base, "it")
     try:
-        return parser.instantiate_classes(Namespace(it=entry)).it  # type: ignore[no-untyped-call]
+        return parser.instantiate(Namespace(it=entry)).it  # type: ignore[no-untyped-call]
     except Exception as error:
         raise RefusedError from error
 
