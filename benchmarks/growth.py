@@ -6,6 +6,10 @@ floating-point operations (`lrlhf.models.flops`) the exponent is the slope of a 
 the logarithms: 1 is proportional. Seconds that grow faster than operations are a defect, or a
 processor that leaves its cache.
 
+Seconds are the processor's, so that ranks may share cores: each of them trains on prompts of its
+own (DDP over gloo), and what it computes should not grow. Turns are those of `trl_turns.py`:
+responses of one prompt, each of several turns with text of the environment between them.
+
     python -m benchmarks.growth [--only prompts ...] [--steps 4] [--out growth.png] [--json FILE]
 """
 
@@ -16,14 +20,15 @@ import importlib
 import json
 import math
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import lightning as L
 import numpy as np
 
 HERE = Path(__file__).resolve().parent
@@ -34,6 +39,8 @@ BASE = {
     "new_tokens": 64,
     "vocabulary": 8192,
     "layers": 4,
+    "ranks": 1,
+    "turns": 0,
 }
 AXES: Mapping[str, Sequence[int]] = {
     "prompts": (2, 4, 8, 16),
@@ -42,6 +49,8 @@ AXES: Mapping[str, Sequence[int]] = {
     "new_tokens": (32, 64, 128, 256, 512),
     "vocabulary": (2048, 8192, 32768, 65536),
     "layers": (2, 4, 8, 16),
+    "ranks": (1, 2, 4, 8),
+    "turns": (1, 2, 4, 8, 16),
 }
 
 
@@ -50,11 +59,13 @@ class Point(NamedTuple):
 
     value: int
     seconds: float
-    """Of log-probabilities and update, median over the steps."""
+    """Of the processor, in one rank, for a step; median over the steps."""
     memory: float
     """MiB above the loaded model."""
     flops: float
     """Of the update: forward and backward passes, each prompt once."""
+    elapsed: float
+    """Seconds of the same step that passed meanwhile."""
 
 
 def main() -> None:
@@ -102,9 +113,53 @@ def _run(setting: dict[str, int], name: str, steps: int) -> Point:
     return Point(setting[name], *json.loads(done.stdout.splitlines()[-1]))
 
 
-def _measure(setting: dict[str, int], steps: int) -> tuple[float, float, float]:
+def _measure(setting: dict[str, int], steps: int) -> tuple[float, float, float, float]:
     sys.path.insert(0, str(HERE))
-    models, rloo, report = map(importlib.import_module, ("trl_models", "trl_rloo", "trl_report"))
+    return (_gradients_of_turns if setting["turns"] else _steps_of_rloo)(setting, steps)
+
+
+def _gradients_of_turns(setting: dict[str, int], steps: int) -> tuple[float, float, float, float]:
+    turns, measure = map(importlib.import_module, ("trl_turns", "trl_measure"))
+    ids, sampled = turns.rows(setting["generations"], setting["turns"])
+    policy = turns.model().train()
+    memory = measure.Memory(policy)
+    logprobs = turns.lrlhf_update(policy, ids, sampled)
+    clock = _Seconds()
+    for _ in range(steps + 1):
+        policy.zero_grad()
+        clock.on_train_batch_start()
+        (logprobs() * sampled).sum().backward()
+        clock.on_train_batch_end()
+    flops = _flops(policy, 1, turns.PROMPT, setting["generations"], ids.shape[1] - turns.PROMPT)
+    return clock.point(memory.peak(), flops)
+
+
+class _Seconds(L.Callback):
+    """Notes the seconds of every iteration: the processor's, with all threads, and the clock's."""
+
+    def __init__(self) -> None:
+        self._before = np.zeros(2)
+        self._found: list[np.ndarray] = []
+
+    def on_train_batch_start(self, *_: object) -> None:
+        """Begin an iteration."""
+        self._before = self._now()
+
+    def on_train_batch_end(self, *_: object) -> None:
+        """End it."""
+        self._found.append(self._now() - self._before)
+
+    def _now(self) -> np.ndarray:
+        return np.array([time.process_time(), time.perf_counter()])
+
+    def point(self, memory: Mapping[str, float], flops: float) -> tuple[float, float, float, float]:
+        """Return what `Point` has beside its value; the first iteration does not count."""
+        seconds, elapsed = np.median(self._found[1:], axis=0)
+        return float(seconds), memory["training"], flops, float(elapsed)
+
+
+def _steps_of_rloo(setting: dict[str, int], steps: int) -> tuple[float, float, float, float]:
+    models, rloo = map(importlib.import_module, ("trl_models", "trl_rloo"))
     models.SIZES["growth"] = {
         "hidden_size": 256,
         "num_hidden_layers": setting["layers"],
@@ -113,7 +168,8 @@ def _measure(setting: dict[str, int], steps: int) -> tuple[float, float, float]:
     words = random.Random(0)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        wanted = setting["prompts"] * setting["prompt_length"] * (steps + 2)
+        batches = (steps + 1) * setting["ranks"]
+        wanted = setting["prompts"] * setting["prompt_length"] * (batches + 1)
         lines = [
             json.dumps({"question": "".join(words.choices("abcdefgh ", k=400)) + str(index)})
             for index in range(math.ceil(wanted / 380))
@@ -123,23 +179,24 @@ def _measure(setting: dict[str, int], steps: int) -> tuple[float, float, float]:
             **{name: setting[name] for name in ("prompts", "generations", "prompt_length")},
             **{"new_tokens": setting["new_tokens"], "data": folder / "data.jsonl"},
             **{"model": "growth", "engine": "stored", "inexact": False, "dtype": "float32"},
-            **{"warm_up": 1, "steps": steps, "seed": 0, "clip": 1.0, "lr": 1e-6, "beta": 0.05},
-            **{"micro_batch": setting["generations"], "micro_batch_tokens": 4096},
-            **{"lrlhf_checkpointing": False},
+            **{"warm_up": 1, "steps": batches - 1, "seed": 0, "clip": 1.0, "lr": 1e-6},
+            **{"beta": 0.05, "lrlhf_checkpointing": False, "micro_batch_tokens": 4096},
+            micro_batch=setting["generations"],
         )
         rloo.prepare(options, folder)
-        run = rloo.run_lrlhf(options, folder)
+        options.steps = steps
+        clock = _Seconds()
+        run = rloo.run_lrlhf(options, folder, [clock], ranks=setting["ranks"])
         policy = rloo.lrlhf_policy(options, folder)
-    seconds = statistics.median(report.training_seconds(run))
-    return seconds, run.memory["training"], _flops(policy, setting)
+    sizes = [setting[name] for name in ("prompts", "prompt_length", "generations", "new_tokens")]
+    return clock.point(run.memory, _flops(policy, *sizes))
 
 
-def _flops(policy: Any, setting: dict[str, int]) -> float:
+def _flops(policy: Any, prompts: int, length: int, responses: int, new_tokens: int) -> float:
     flops = importlib.import_module("lrlhf.models.flops")
-    prompt, response = setting["prompt_length"], setting["new_tokens"]
-    rows = setting["prompts"] * setting["generations"]
-    tokens = setting["prompts"] * prompt + rows * response
-    pairs = setting["prompts"] * prompt**2 + rows * ((prompt + response) ** 2 - prompt**2)
+    rows = prompts * responses
+    tokens = prompts * length + rows * new_tokens
+    pairs = prompts * length**2 + rows * ((length + new_tokens) ** 2 - length**2)
     return float(flops.training_flops(policy, tokens, pairs))
 
 
@@ -166,9 +223,9 @@ def draw(found: Mapping[str, Sequence[Point]], path: Path) -> None:
     """Draw seconds, memory and operations, each in units of its first point."""
     ticker = importlib.import_module("matplotlib.ticker")
     figure = importlib.import_module("matplotlib.figure").Figure(
-        figsize=(11, 6.5), layout="constrained"
+        figsize=(14, 6.5), layout="constrained"
     )
-    panels = figure.subplots(2, 3).flat
+    panels = figure.subplots(2, 4).flat
     for axes, (name, points) in zip(panels, found.items(), strict=False):
         values = [point.value for point in points]
         for cost, label, style in (
@@ -186,6 +243,8 @@ def draw(found: Mapping[str, Sequence[Point]], path: Path) -> None:
         axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
         axes.yaxis.minorticks_off()
+        low, high = axes.get_ylim()
+        axes.set_ylim(min(low, 0.9), max(high, 2.1))  # a few percent shall not look steep
         axes.set_ylabel("times the first")
         axes.legend(title="exponent", fontsize=8)
         axes.grid(alpha=0.3)

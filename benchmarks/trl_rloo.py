@@ -83,8 +83,10 @@ class LrlhfSteps(RolloutListener, L.Callback):
         self._laps.end(logged, phases, self._tokens)
 
 
-def run_lrlhf(options: argparse.Namespace, folder: Path) -> Run:
-    """Train with lrlhf."""
+def run_lrlhf(
+    options: argparse.Namespace, folder: Path, callbacks: Sequence[L.Callback] = (), ranks: int = 1
+) -> Run:
+    """Train with lrlhf, where ``ranks`` take turns with the batches."""
     run = Run("lrlhf")
     prompts = json.loads((folder / "prompts.json").read_text(encoding="utf-8"))
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
@@ -112,10 +114,10 @@ def run_lrlhf(options: argparse.Namespace, folder: Path) -> Run:
         prompt_batch(prompts[start : start + options.prompts], int(tokenizer.pad_token_id))
         for start in range(0, len(prompts), options.prompts)
     ]
-    callbacks: list[L.Callback] = [LrlhfSteps(Laps(run, options.warm_up))]
+    callbacks = [*callbacks, LrlhfSteps(Laps(run, options.warm_up))]
     if isinstance(engine, VLLMEngine):
         callbacks.append(VLLMWeightSync())
-    trainer = lightning_trainer(options, folder, callbacks)
+    trainer = lightning_trainer(options, folder, callbacks, ranks)
     loader: DataLoader[PromptBatch] = DataLoader(batches, batch_size=None)
     trainer.fit(module, loader)
     run.memory = memory.peak()
@@ -145,10 +147,12 @@ def lrlhf_policy(options: argparse.Namespace, folder: Path) -> PreTrainedModel:
 
 
 def lightning_trainer(
-    options: argparse.Namespace, folder: Path, callbacks: list[L.Callback]
+    options: argparse.Namespace, folder: Path, callbacks: list[L.Callback], ranks: int = 1
 ) -> L.Trainer:
     """Build a trainer that does nothing but train."""
     return L.Trainer(
+        devices=ranks,
+        strategy="auto" if ranks == 1 else "ddp",
         max_steps=options.warm_up + options.steps,
         precision="bf16-mixed" if options.dtype == "bfloat16" else "32-true",
         log_every_n_steps=1,

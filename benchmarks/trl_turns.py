@@ -31,10 +31,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 TURNS, PROMPT, OWN, GIVEN, VOCABULARY = 4, 256, 128, 32, 8192
 
 
-def rows(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+def rows(samples: int, turns: int = TURNS) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw the tokens, and tell which of them the policy wrote, `[samples, T]` each."""
     numbers = torch.Generator().manual_seed(0)
-    length = PROMPT + TURNS * OWN + (TURNS - 1) * GIVEN
+    length = PROMPT + turns * OWN + (turns - 1) * GIVEN
     ids = torch.randint(10, VOCABULARY, (samples, length), generator=numbers)
     ids[:, :PROMPT] = ids[0, :PROMPT]
     place = torch.arange(length) - PROMPT

@@ -45,6 +45,7 @@ from lrlhf.run import (
     SplitsModels,
     Updater,
     count_iterations_as_steps,
+    log_without_copies,
     run_seed,
     seed_everything_for,
 )
@@ -247,6 +248,7 @@ class TrainingModule(ShowsOptions, L.LightningModule):
             read(self, "cpu")
         log_hyperparameters_once(self.trainer)
         if stage == "fit":
+            log_without_copies(self.trainer)
             if not (self.automatic_optimization or self.returns_loss):
                 refuse_rate_finder(self.trainer, self)
             for model in self.trainable_models().values():

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lrlhf.run.lightning_loops import (
         NoProgressError,
         count_iterations_as_steps,
+        log_without_copies,
         resume_where_it_stopped,
     )
     from lrlhf.run.seeding import run_seed, sample_seeds, seed_everything_for
@@ -41,6 +42,7 @@ __all__ = [
     "count_iterations_as_steps",
     "gradients_of",
     "keep_host_memory",
+    "log_without_copies",
     "minds_idle_parts",
     "resume_where_it_stopped",
     "return_host_memory",

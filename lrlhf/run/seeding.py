@@ -24,7 +24,13 @@ def run_seed(seed: int | None) -> int:
 def seed_everything_for(seed: int, *where: int) -> None:
     """Seed torch, NumPy and Python for coordinates such as step and rank, each with its stream."""
     words = np.random.SeedSequence([seed, *where]).generate_state(3)
-    torch.manual_seed(int(words[0]))
+    # else torch notes where it was called, for each kind of accelerator that it knows
+    seed_all = (
+        torch.manual_seed
+        if torch.accelerator.is_available()
+        else torch.default_generator.manual_seed
+    )
+    seed_all(int(words[0]))
     np.random.seed(int(words[1]))
     random.seed(int(words[2]))
 

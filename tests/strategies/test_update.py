@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import lightning as L
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader
 
-from lrlhf.run import Updater, count_iterations_as_steps, gradients_of
+from lrlhf.run import Updater, count_iterations_as_steps, gradients_of, log_without_copies
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 
@@ -126,3 +127,36 @@ def test_two_optimizers_make_one_step() -> None:
     count_iterations_as_steps(made)
     made.fit(module, DataLoader(torch.ones(3), batch_size=1))
     assert (made.global_step, len(module.norms)) == (1, 2)
+
+
+class Logs(L.LightningModule):
+    """Logs the number of its step, which it was told to log per step and on average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        del batch
+        self.log("number", float(batch_idx), on_step=True, on_epoch=True)
+
+    def configure_optimizers(self) -> None: ...
+
+
+@pytest.mark.filterwarnings("ignore:.*configure_optimizers` returned `None`")
+@pytest.mark.parametrize("without_copies", [True, False])
+def test_a_value_is_described_once(without_copies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[Any] = []
+    monkeypatch.setattr(
+        "lightning_utilities.core.apply_func.deepcopy",
+        lambda one, memo: copied.append(one) or copy.deepcopy(one, memo),
+    )
+    made = trainer()
+    made.fit_loop.max_epochs, made.fit_loop.epoch_loop.max_steps = 1, -1
+    if without_copies:
+        log_without_copies(made)
+    made.fit(Logs(), DataLoader(torch.ones(5), batch_size=1))
+    assert made.callback_metrics["number_step"] == 4.0
+    assert made.callback_metrics["number_epoch"] == 2.0
+    # when Lightning copies nothing itself, the product need not replace its classes
+    assert bool(copied) != without_copies
