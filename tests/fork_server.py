@@ -11,6 +11,7 @@ a signal.
 """
 
 import json
+import logging
 import os
 import runpy
 import signal
@@ -20,13 +21,12 @@ import threading
 import traceback
 import warnings
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
 _PRELOADED = (
-    "lrlhf.cli.commands",
-    "lrlhf.modules",
-    "lrlhf.datamodules",
+    "lrlhf.cli.application",
     "peft",
     "datasets",
     "torchmetrics.functional",
@@ -35,10 +35,20 @@ _PRELOADED = (
 _LONGEST_REQUEST = 2**20
 
 
+def import_deepspeed() -> None:
+    """Import what each process would that saves a model; with a GPU it might set up CUDA."""
+    torch = sys.modules.get("torch")
+    if torch and find_spec("deepspeed") and not torch.cuda.is_available():
+        logging.disable()  # it tells that there is no GPU
+        import_module("deepspeed")
+        logging.disable(logging.NOTSET)
+
+
 def serve(listener: socket.socket) -> None:
     """Fork programs until the process that has started this one ends its standard input."""
     for name in _PRELOADED:
         import_module(name)
+    import_deepspeed()
     threads = threading.active_count()
     assert threads == 1, f"{threads} threads: none of them would be there after a fork"
     # nobody waits for the processes that tell of the end of others

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import pytest
 
+from tests.fork_server import import_deepspeed
 from tests.forked import fork_server
 
 _SILENCE_LIMIT = 1800.0
@@ -60,8 +61,8 @@ def unit_of(item: pytest.Item) -> str:
     ]
     file = item.nodeid.partition("::")[0]
     if shared:
-        given = getattr(item, "callspec", None)
-        return f"{file} {[given.params.get(name) for name in shared if given]}"
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        return f"{file} {[given[name] for name in shared if name in given]}"
     alone = item.get_closest_marker("slow") or item.get_closest_marker("vllm")
     return item.nodeid if alone else file
 
@@ -106,6 +107,7 @@ class _Lanes:
 
     def run(self) -> None:
         """Run all units, and hand their reports to the session."""
+        import_deepspeed()
         gc.collect()
         # what all processes share stays shared
         gc.freeze()

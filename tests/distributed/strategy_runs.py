@@ -315,7 +315,7 @@ def train(
         folder: For everything that is written.
         strategy: One of `STRATEGIES`, of several processes; None: one process.
         start_method: ``popen``: as a program's main module.
-        ckpt_path: Where to go on.
+        ckpt_path: Where to go on; nothing is exported then.
         accelerator: Of the trainer.
         devices: Processes under a strategy.
     """
@@ -323,7 +323,7 @@ def train(
     callbacks: list[L.Callback] = [
         EMA(decay=0.5),
         RLCheckpoint(folder / "checkpoints", every_n_train_steps=2, save_top_k=-1),
-        HFExport(folder / "export"),
+        *([HFExport(folder / "export")] if ckpt_path is None else []),
         SaveAtEnd(folder),
     ]
     if isinstance(module, RLOO | PPO):

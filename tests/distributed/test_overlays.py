@@ -1,12 +1,12 @@
 """Every overlay of configs/strategy trains on two processes, as its header says."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.runs import ROOT, environment
+from tests.forked import run
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +35,7 @@ def test_an_overlay_trains_on_two_processes(path: Path, model_folder: str, tmp_p
         "--trainer.precision=32-true",
         "--trainer.max_steps=2",
     ]
-    done = subprocess.run(
+    done = run(
         command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stderr[-3000:]

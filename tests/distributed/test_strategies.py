@@ -62,15 +62,12 @@ def assert_close(ranks: Ends, one: dict[str, Any]) -> None:
 
 
 SPLIT = ("fsdp2", "deepspeed_zero3")
-# every module and every strategy, the rarer modules where a strategy splits weights
+# every module once and every strategy, the rarer modules where a strategy splits weights
 SHORT = {
     ("ddp", "rloo"),
-    ("ddp", "sft"),
     ("ddp", "dpo"),
     ("ddp", "kto"),
     ("fsdp2", "sft"),
-    ("fsdp2", "dpo"),
-    ("fsdp2", "kto"),
     ("fsdp2", "dpo with lora and a precomputed reference"),
     ("fsdp2", "ppo with its own critic"),
     ("fsdp2", "rloo through an engine"),

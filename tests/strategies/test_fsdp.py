@@ -354,7 +354,7 @@ def with_a_critic(folder: Path) -> L.LightningModule:
     ("build", "options"),
     [
         (MODULES["reward"], {}),
-        (of_folder, {}),
+        OFTEN(of_folder, {}),
         OFTEN(of_folder, {"shard_group": 1}),
         OFTEN(of_folder, {"cpu_offload": True}),
         OFTEN(partial(of_folder, lora=LoRA(r=2)), {}),

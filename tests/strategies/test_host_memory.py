@@ -2,11 +2,12 @@
 
 import os
 import platform
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.forked import run
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 PASSES = """
@@ -47,8 +48,8 @@ def passes(blocks: tuple[int, int], **environment: str) -> list[int]:
     names = [name for name in os.environ if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))]
     plain = {name: os.environ[name] for name in names}
     command = [sys.executable, "-c", PASSES, *map(str, blocks)]
-    told = subprocess.check_output(command, env={**plain, **environment}, text=True)
-    kept, *numbers = told.splitlines()[-1].split()
+    ended = run(command, env={**plain, **environment}, capture_output=True, text=True, check=True)
+    kept, *numbers = ended.stdout.splitlines()[-1].split()
     return [kept == "True", *map(int, numbers)]
 
 

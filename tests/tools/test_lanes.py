@@ -17,10 +17,11 @@ def test_the_next_one_runs_all_the_same(): sys.left = 1
 SECOND = """
 import os, sys, pytest
 @pytest.fixture(scope="module")
-def shared(): return os.getpid()
+def shared(): open("made once", "x").close(); return os.getpid()
 def test_nothing_is_left_of_other_files(): assert not hasattr(sys, "left")
 def test_one(shared): assert shared == os.getpid()
-def test_another(shared): assert shared == os.getpid()
+@pytest.mark.parametrize("way", [1])
+def test_another(shared, way): assert shared == os.getpid()
 """
 
 
