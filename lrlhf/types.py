@@ -241,6 +241,9 @@ class SequenceBatch(TensorBatch):
     whose branches stand one after the other."""
     sampling_mask: SamplingMask | None = None
     """What models renormalise the probabilities of each token over; None: all ids."""
+    routed_experts: Int[Tensor, "B T L K"] | None = None
+    """The K experts that the engine chose for each token in each of L layers; -1: not recorded, as
+    of the last token that was sampled, which no engine computes. None: of no token."""
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]

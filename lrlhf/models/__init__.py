@@ -74,6 +74,7 @@ if TYPE_CHECKING:
         ValueNetwork,
         new_value_head,
     )
+    from lrlhf.models.routing_replay import allow_replay
     from lrlhf.models.scorers import HeadedBackbone, StockClassifier
     from lrlhf.models.step_model import (
         STEP_SEPARATOR,
@@ -123,6 +124,7 @@ __all__ = [
     "ValueModel",
     "ValueNetwork",
     "allow_packing",
+    "allow_replay",
     "backbone_inputs",
     "cache_dir",
     "cached_vision_features",

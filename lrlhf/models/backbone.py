@@ -38,6 +38,7 @@ from lrlhf.models.packed.packed_attention import (
     name_flash,
 )
 from lrlhf.models.packed.packing import Chains, Compacted, Packed, compact, find_trees, pack, unfold
+from lrlhf.models.routing_replay import Replay
 from lrlhf.models.sharding import device_of
 from lrlhf.models.transformers_internals import attention_of, set_attention
 from lrlhf.types import Media, SequenceBatch
@@ -88,6 +89,7 @@ def hidden_states(
     *,
     layer: nn.Module | None = None,
     share: bool = True,
+    replay: bool = False,
     **options: Any,
 ) -> HiddenStates:
     """Run the body of a model over a batch.
@@ -100,9 +102,11 @@ def hidden_states(
         batch: Tokens outside ``attention_mask`` are invisible, wherever they are.
         layer: The block whose output is wanted; None: the body's, final norm included.
         share: False: every row is computed whole.
+        replay: Send tokens through the batch's ``routed_experts``, if it has any.
         options: Further arguments of the forward pass.
     """
-    rows = compact(batch.input_ids, batch.attention_mask, batch.forks)
+    experts = batch.routed_experts if replay else None
+    rows = compact(batch.input_ids, batch.attention_mask, batch.forks, experts)
     packed, chains = None, None
     if packs(plain, batch):
         marks = placeholder_ids(plain.config)
@@ -113,11 +117,15 @@ def hidden_states(
             )
     if packed is None:
         chains = unfold(rows)
+        source = chains.source.flatten()
         shown = _media_of_chains(plain, rows, chains, batch.media)
         check_media(plain, chains.rows.input_ids, shown)
         inputs = backbone_inputs(plain, chains.rows.input_ids, chains.rows.attention_mask, shown)
     else:
-        inputs = _packed_inputs(plain, rows, batch.media, packed)
+        source, inputs = packed.source, _packed_inputs(plain, rows, batch.media, packed)
+    replayed = None
+    if rows.experts is not None:
+        inputs["replay"] = replayed = Replay(plain, rows.experts.flatten(0, 1)[source])
     captured: list[Tensor] = []
     handle = None if layer is None else layer.register_forward_hook(_capture(captured))
     try:
@@ -125,6 +133,8 @@ def hidden_states(
     finally:
         if handle is not None:
             handle.remove()
+    if replayed is not None:
+        replayed.check()
     states = captured[0] if captured else output.last_hidden_state
     shape = states.shape[:2]
     if packed is None:

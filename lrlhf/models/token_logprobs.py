@@ -59,6 +59,7 @@ def sequence_outputs(  # noqa: PLR0913  what one pass can give
     router_loss: bool = False,
     teacher: Callable[[SequenceBatch], TeacherRows] | None = None,
     beta: float = 1.0,
+    replay: bool = False,
 ) -> SequenceOutputs:
     """Compute ``log p(input_ids[b, t] | what precedes it)`` on the response tokens, and more.
 
@@ -76,6 +77,7 @@ def sequence_outputs(  # noqa: PLR0913  what one pass can give
         router_loss: Also return the load-balancing loss of the model's experts.
         teacher: What a teacher says of a batch; also return the distance to it.
         beta: Of the divergence, see `lrlhf.functional.generalized_jsd`.
+        replay: Send tokens through the batch's ``routed_experts``, if any, see `allow_replay`.
 
     Raises:
         ValueError: ``router_loss`` of a model that has no experts, or a ``teacher``, whose
@@ -96,7 +98,7 @@ def sequence_outputs(  # noqa: PLR0913  what one pass can give
     }
 
     def forward() -> tuple[Predicting, TokenStatistics, TeacherStatistics | None]:
-        body = predicting_states(plain, batch, router_logits=router_loss)
+        body = predicting_states(plain, batch, router_logits=router_loss, replay=replay)
         head, states, targets = output_head(plain), body.predicting, body.targets
         if rows is None:
             mask = batch.sampling_mask
@@ -176,12 +178,17 @@ class Predicting(NamedTuple):
 
 
 def predicting_states(
-    plain: PreTrainedModel, batch: SequenceBatch, *, router_logits: bool = False
+    plain: PreTrainedModel,
+    batch: SequenceBatch,
+    *,
+    router_logits: bool = False,
+    replay: bool = False,
 ) -> Predicting:
     """Run the body of a model over a batch."""
     options: dict[str, Any] = {"output_router_logits": True} if router_logits else {}
     # experts are balanced over the tokens of whole rows
-    hidden = hidden_states(plain, batch, share=not router_logits, use_cache=False, **options)
+    options |= {"use_cache": False, "share": not router_logits, "replay": replay}
+    hidden = hidden_states(plain, batch, **options)
     rows = hidden.rows
     counts, positions = _positions(batch, rows)
     return Predicting(

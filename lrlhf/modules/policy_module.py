@@ -24,6 +24,7 @@ from lrlhf.models import (
     CausalLM,
     ReferencePolicy,
     TextLimits,
+    allow_replay,
     cached_vision_features,
     check_has_experts,
     frozen_reference,
@@ -224,6 +225,8 @@ class PolicyModule(TrainingModule):
         )
         if update.router_loss_coef > 0:
             check_has_experts(loaded.model)
+        if update.replay_routing:
+            allow_replay(loaded.model)
         self.reference = load_reference(loaded.model, settings)
         self.teacher = None if teacher is None else RunTeacher(loaded, settings, self.engine)
         self.running_scores = RunningScores()

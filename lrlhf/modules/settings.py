@@ -258,6 +258,8 @@ class Update:
             further than so many nats per token away from the engine that sampled them (off-policy
             sequence masking, DeepSeek-V3.2, https://arxiv.org/abs/2512.02556); None: none.
         router_loss_coef: Weight of the load-balancing loss of a mixture-of-experts policy.
+        replay_routing: Routing replay (R3, Ma et al. 2025, https://arxiv.org/abs/2510.11370): send
+            each token through the experts that the engine, a `TransformersEngine`, chose for it.
         pretraining_coef: Weight of the log-likelihood of the data's ``pretraining`` texts (PTX,
             Ouyang et al. 2022, eq. 2, https://arxiv.org/abs/2203.02155).
         freeze_steps: Iterations at the start in which the policy stays as it is.
@@ -278,6 +280,7 @@ class Update:
     high_entropy_fraction: float = 1.0
     off_policy_threshold: float | None = None
     router_loss_coef: float = 0.0
+    replay_routing: bool = False
     pretraining_coef: float = 0.0
     freeze_steps: int = 0
     offload: bool = False

@@ -114,9 +114,10 @@ def merge_collected(parts: Sequence[Collected]) -> Collected:
         columns = [getattr(rollout, name) for rollout in rollouts]
         if name == "group_ids":
             columns = [ids + offset for ids, offset in zip(columns, offsets, strict=True)]
-        if columns[0] is not None and columns[0].dim() == 2:
+        if columns[0] is not None and columns[0].dim() > 1:
             # padding is masked, so its value does not matter
-            columns = [F.pad(column, (0, width - column.shape[1])) for column in columns]
+            after = (0, 0) * (columns[0].dim() - 2)
+            columns = [F.pad(column, (*after, 0, width - column.shape[1])) for column in columns]
         merged[name] = None if columns[0] is None else torch.cat(columns)
     return Collected(
         Rollout(**merged),

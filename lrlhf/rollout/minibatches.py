@@ -186,7 +186,8 @@ def _packed(
     if not len(batch):
         return []
     forks = None if batch.forks is None else batch.forks.cpu()
-    rows = compact(batch.input_ids.cpu(), batch.attention_mask.cpu(), forks)
+    experts = None if batch.routed_experts is None else batch.routed_experts.cpu()
+    rows = compact(batch.input_ids.cpu(), batch.attention_mask.cpu(), forks, experts)
     trees = [
         part
         for tree in find_trees(rows, groups, batch.media, placeholders)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from lrlhf.types import Media, PromptBatch, Rollout, SamplingMask
@@ -57,11 +58,14 @@ class Response:
             or a stop string.
         weight_version: Training iterations behind the oldest weights that sampled any of it; None:
             the policy's own.
+        experts: `[N, L, K]` of the tokens in front of the last that was sampled, the prompt's
+            included, see `lrlhf.types.SequenceBatch.routed_experts`; None: not recorded.
     """
 
     segments: tuple[Segment, ...]
     truncated: bool
     weight_version: int | None = None
+    experts: Int[Tensor, "N L K"] | None = None
 
     @classmethod
     def sampled(
@@ -95,10 +99,14 @@ class Response:
                 for each, version in zip(turns, versions, strict=True)
                 for segment in each.segments
             )
+        experts = turn.experts
+        if self.experts is not None and experts is not None:  # what sampled a token stays its own
+            experts = torch.cat([self.experts, experts[len(self.experts) :]])
         return Response(
             segments=segments,
             truncated=turn.truncated,
             weight_version=min(versions, default=None),
+            experts=experts,
         )
 
     def cut(self, length: int) -> Response:
@@ -113,7 +121,8 @@ class Response:
             mask=full.mask and full.mask.columns(0, length),
             versions=None if full.versions is None else full.versions[:length],
         )
-        return replace(self, segments=(segment,), truncated=True)
+        experts = None if self.experts is None else self.experts[: length - len(full.token_ids)]
+        return replace(self, segments=(segment,), truncated=True, experts=experts)
 
     @property
     def token_ids(self) -> Int[Tensor, " L"]:
@@ -140,8 +149,8 @@ def assemble_rollout(
         `[U * num_generations, T]` rows with T the longest prompt and response together.
 
     Raises:
-        ValueError: The number of responses differs, or only some have a weight_version or a
-            sampling mask.
+        ValueError: The number of responses differs, only some have a weight_version, a sampling
+            mask or experts, or the experts are of other tokens.
     """
     if len(responses) != len(prompts) * num_generations:
         raise ValueError(
@@ -172,7 +181,7 @@ def assemble_rollout(
     mixed = any(segment.versions is not None for segment in segments)
     input_ids = pad_sequence(ids, batch_first=True, padding_value=pad_id)
     lengths = torch.tensor([len(row) for row in ids], device=device)
-    return Rollout(
+    rollout = Rollout(
         input_ids=input_ids,
         attention_mask=torch.arange(input_ids.shape[1], device=device) < lengths[:, None],
         response_mask=pad_sequence(sampled, batch_first=True),
@@ -191,6 +200,26 @@ def assemble_rollout(
         if masks
         else None,
     )
+    return replace(rollout, routed_experts=_experts(responses, rollout))
+
+
+def _experts(responses: Sequence[Response], rollout: Rollout) -> Int[Tensor, "B T L K"] | None:
+    known = [each.experts for each in responses if each.experts is not None]
+    if known and (list(map(len, known)) != _ends(rollout) or rollout.forks is not None):
+        raise ValueError(
+            "update.replay_routing follows rows without forks, which episodes with history: "
+            "template or an agent may have, and Response.experts must be set for all responses or "
+            "for none, and for each of their tokens in front of the last one that was sampled"
+        )
+    width = rollout.input_ids.shape[1]
+    padded = [functional.pad(each, (0, 0, 0, 0, 0, width - len(each)), value=-1) for each in known]
+    return torch.stack(padded).to(rollout.input_ids.device) if known else None
+
+
+def _ends(rollout: Rollout) -> list[int]:
+    """Return the column of the last sampled token of each row."""
+    columns = torch.arange(rollout.input_ids.shape[1], device=rollout.input_ids.device)
+    return [int(end) for end in (columns * rollout.response_mask).amax(dim=1)]
 
 
 def _row(context: Tensor, response: Response, device: torch.device) -> Iterator[Tensor]:
@@ -221,6 +250,7 @@ def responses_of(rollout: Rollout, prompts: PromptBatch) -> list[Response]:
     """Return the responses of a rollout without forks: the inverse of `assemble_rollout`."""
     versions, masses, mixed = rollout.weight_version, rollout.kept_mass, rollout.token_versions
     masks = rollout.sampling_mask and rollout.sampling_mask.rows()
+    experts, ends = rollout.routed_experts, _ends(rollout)
 
     def segment(row: int, run: Run) -> Segment:
         columns = slice(run.start, run.end)
@@ -237,6 +267,7 @@ def responses_of(rollout: Rollout, prompts: PromptBatch) -> list[Response]:
             segments=tuple(segment(row, run) for run in runs),
             truncated=bool(rollout.truncated[row]),
             weight_version=None if versions is None else int(versions[row]),
+            experts=None if experts is None else experts[row, : ends[row]],
         )
         for row, runs in enumerate(response_runs(rollout, prompts))
     ]

@@ -24,6 +24,8 @@ class Sampling:
         min_p: Drop tokens less likely than this fraction of the most likely one; 0 keeps all.
         keep_mask: Return the ids that these three and ``min_new_tokens`` leave at each token
             (`lrlhf.types.SamplingMask`); training sets it where it needs them.
+        keep_experts: Return the experts that each token went through, for
+            ``update.replay_routing``, which sets it.
         repetition_penalty: Divides positive logits of tokens of prompt and response, and multiplies
             negative ones (Keskar et al. 2019); 1 changes nothing. Penalties change the sampling
             distribution: they are for evaluation, and refused for training.
@@ -51,6 +53,7 @@ class Sampling:
     top_k: int = 0
     min_p: float = 0.0
     keep_mask: bool = False
+    keep_experts: bool = False
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0

@@ -29,6 +29,7 @@ _OPTIONAL = {
     "turn_rewards",
     "forks",
     "token_versions",
+    "routed_experts",
     *_MASK,
 }
 _REQUIRED = {*ROLLOUT_TENSORS, "scores", "records"} - _OPTIONAL

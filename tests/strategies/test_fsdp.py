@@ -331,6 +331,22 @@ def experts_in(folder: Path) -> Path:
     return folder
 
 
+def test_split_experts_replay_their_routing(tmp_path: Path) -> None:
+    folder = experts_in(tmp_path / "experts")
+    update = Update(replay_routing=True, num_iterations=2, micro_batch_tokens=40)
+
+    def build() -> L.LightningModule:
+        L.seed_everything(3, verbose=False)
+        spec = CausalLM(source=str(folder), gradient_checkpointing=True)
+        module: L.LightningModule = strategy_runs.policy(RLOO, spec, update=update)
+        return module
+
+    (one,) = fit(build(), tmp_path / "one", ranks=1)
+    ends = fit(build(), tmp_path / "two", strategy=forked())
+    assert_close(ends[0]["weights"], ends[1]["weights"], rtol=0, atol=0)
+    assert_close(one["weights"], ends[0]["weights"])
+
+
 def of_folder(folder: Path, **options: Any) -> L.LightningModule:
     policy: L.LightningModule = strategy_runs.from_folder(folder, 5e-3, **options)
     return policy

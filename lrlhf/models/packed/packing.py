@@ -175,6 +175,8 @@ class Compacted(NamedTuple):
     """Column in the original row of every column here."""
     forks: Int[Tensor, "B T"] | None = None
     """See `lrlhf.types.SequenceBatch`."""
+    experts: Int[Tensor, "B T L K"] | None = None
+    """Those that routers are to choose, see `lrlhf.types.SequenceBatch`."""
 
     @property
     def previous(self) -> Int[Tensor, "B T"]:
@@ -187,6 +189,7 @@ def compact(
     input_ids: Int[Tensor, "B T"],
     attention_mask: Bool[Tensor, "B T"],
     forks: Int[Tensor, "B T"] | None = None,
+    experts: Int[Tensor, "B T L K"] | None = None,
 ) -> Compacted:
     """Move the attended tokens of every row to its start, in order.
 
@@ -197,7 +200,9 @@ def compact(
     mask = attention_mask.gather(1, order)
     if forks is not None:
         forks = forks.gather(1, order) * mask
-    return Compacted(input_ids.gather(1, order), mask, order, forks)
+    if experts is not None:
+        experts = experts[torch.arange(len(order), device=order.device)[:, None], order]
+    return Compacted(input_ids.gather(1, order), mask, order, forks, experts)
 
 
 class Stretch(NamedTuple):
@@ -241,6 +246,8 @@ class Chains(NamedTuple):
     """The row that each is of."""
     places: Int[Tensor, "B T"]
     """Where each token of the batch is among the flattened chains; 0 behind a row's end."""
+    source: Int[Tensor, "C W"]
+    """Of every token of the chains, its place in the flattened rows ``[B * T]``."""
 
 
 def unfold(rows: Compacted) -> Chains:
@@ -248,7 +255,7 @@ def unfold(rows: Compacted) -> Chains:
     if rows.forks is None or not len(rows.forks):
         places = torch.arange(rows.order.numel(), device=rows.order.device).view(rows.order.shape)
         owners = torch.arange(len(places), device=places.device)
-        return Chains(rows, owners, places)
+        return Chains(rows, owners, places, places)
     device, lengths = rows.order.device, rows.attention_mask.sum(dim=1).tolist()
     columns, owners_of = [], []
     for row, (forks, length) in enumerate(zip(rows.forks.tolist(), lengths, strict=True)):
@@ -268,7 +275,8 @@ def unfold(rows: Compacted) -> Chains:
     for chain, (row, own) in enumerate(zip(owners_of, columns, strict=True)):
         places[row, own] = chain * width + torch.arange(len(own))
     chains = Compacted(rows.input_ids[owners[:, None], chosen], mask.to(device), chosen)
-    return Chains(chains, owners, places.to(device))
+    source = owners[:, None] * rows.order.shape[1] + chosen
+    return Chains(chains, owners, places.to(device), source)
 
 
 @dataclass(frozen=True)
@@ -387,7 +395,9 @@ def find_trees(
     unforked = mask & (forks == 0)
     trees: list[Tree] = []
     for group in members.values():
-        prefix = _common(ids, unforked, group) if len(group) > 1 else lengths[group[0]]
+        prefix = lengths[group[0]]
+        if len(group) > 1:
+            prefix = _common(ids, unforked, group, rows.experts)
         marks = torch.isin(ids[group], marked) & mask[group]
         if prefix > 0 and not marks[:, prefix:].any():
             trees.append(_tree(group, prefix, lengths))
@@ -407,9 +417,11 @@ def _numbered_media(
     return ids
 
 
-def _common(ids: Tensor, mask: Tensor, group: Sequence[int]) -> int:
-    """Count the tokens that all rows of a group begin with."""
+def _common(ids: Tensor, mask: Tensor, group: Sequence[int], experts: Tensor | None) -> int:
+    """Count the tokens that all rows of a group begin with, and send through the same experts."""
     same = (ids[group] == ids[group[0]]) & mask[group]
+    if experts is not None:
+        same &= (experts[group] == experts[group[0]]).flatten(2).all(dim=2).cpu()
     return int(same.all(dim=0).long().cumprod(dim=0).sum())
 
 

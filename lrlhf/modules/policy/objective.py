@@ -324,6 +324,7 @@ class PolicyStep:
             router_loss=update.router_loss_coef > 0,
             teacher=teacher.rows if teacher else None,
             beta=teacher.settings.beta if teacher else 1.0,
+            replay=True,
         )
         now = out.logprobs.detach()
         on_policy = micro.old_logprobs is None

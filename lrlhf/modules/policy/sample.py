@@ -99,7 +99,11 @@ class Sampler:
         self._engine = engine
         self._rewards = rewards
         self._settings = settings
-        self._sampling = replace(settings.sampling, keep_mask=settings.keeps_mask)
+        self._sampling = replace(
+            settings.sampling,
+            keep_mask=settings.keeps_mask,
+            keep_experts=settings.update.replay_routing,
+        )
         """Of training."""
         self._seed = seed
         self._ready = False
@@ -162,7 +166,8 @@ class Sampler:
         self._engine.sleep()
         it.records = trained.records
         # environments are closed by now, and no tensor depends on what they said
-        rollout = replace(trained.rollout, episodes=None)
+        experts = _experts(trained.rollout) if self._settings.update.replay_routing else None
+        rollout = replace(trained.rollout, episodes=None, routed_experts=experts)
         device = rollout.input_ids.device
         columns = score_columns(trained)
         experience = as_experience(
@@ -624,6 +629,16 @@ def _check_mask(rollout: Rollout, engine: RolloutEngine) -> None:
         )
 
 
+def _experts(rollout: Rollout) -> Tensor:
+    """Return the experts that are replayed; raises ``ValueError`` without any."""
+    if rollout.routed_experts is None:
+        raise ValueError(
+            "update.replay_routing: the responses came without their experts, from an engine of "
+            "your own (Response.experts) or a run that stored none: set it to false"
+        )
+    return rollout.routed_experts
+
+
 def _check_recorded(stored: StoredRollout, *, step: int, holds_copy: bool) -> None:
     """Check that the update can be the one of the earlier run."""
     if stored.rollout.weight_version is None or not holds_copy:
@@ -703,6 +718,11 @@ def check_engine(engine: RolloutEngine, settings: PolicySettings) -> None:
             "sampling.top_p, top_k, min_p or min_new_tokens cuts tokens off, and "
             f"{type(engine).__name__} returns which were left {bound}, set them to 1.0, 0, 0.0 and "
             "0, or take lrlhf.rollout.TransformersEngine (eval_sampling may cut)"
+        )
+    if settings.update.replay_routing and not can.records_experts:
+        raise ValueError(
+            f"update.replay_routing: {type(engine).__name__} does not return the experts that each "
+            "token went through: leave it out, or take lrlhf.rollout.TransformersEngine"
         )
     biased = settings.sampling.truncates and settings.allow_truncated_sampling
     if biased and not can.reports_kept_mass:

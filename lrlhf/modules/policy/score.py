@@ -218,6 +218,7 @@ class Scorer:
                 entropy=entropy,
                 value_head=value_head,
                 teacher=teacher.rows if teacher and taught else None,
+                replay=True,
             )
             return [out.logprobs, out.entropy, out.values, *(out.teacher or ())]
 

@@ -34,6 +34,8 @@ class Capabilities:
         max_sampling_mask: Most ids per token of the sampling masks that it returns
             (``Sampling.keep_mask``), which ``top_k`` has to bound; 0: it returns none, None: there
             is no limit.
+        records_experts: It returns the experts that each token went through
+            (``Sampling.keep_experts``).
         updates_in_flight: It accepts new weights while it generates, continues with them, and
             returns the version of the weights of each token.
         structured: It supports structured output (`Sampling.structured`).
@@ -45,6 +47,7 @@ class Capabilities:
     exact: bool = False
     reports_kept_mass: bool = True
     max_sampling_mask: int | None = 0
+    records_experts: bool = False
     updates_in_flight: bool = False
     structured: bool = False
     ranks_together: int = 1

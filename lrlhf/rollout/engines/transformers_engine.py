@@ -7,6 +7,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -29,6 +30,7 @@ from transformers.cache_utils import DynamicLayer
 from lrlhf.media import MediaProcessor
 from lrlhf.models import (
     TokenBudget,
+    allow_replay,
     backbone_inputs,
     check_media,
     context_length,
@@ -41,6 +43,7 @@ from lrlhf.models import (
     sequence_logprobs,
 )
 from lrlhf.models.modes import ModelRefusalError, in_trial, refusals, trial
+from lrlhf.models.routing_replay import Record, recording, repeat_record
 from lrlhf.models.sharding import device_of, gathered, gathered_bytes, has_split_weights
 from lrlhf.models.token_budget import memory_of
 from lrlhf.models.transformers_internals import CACHE_ARGUMENT, keeps_states
@@ -133,7 +136,7 @@ class TransformersEngine(RolloutEngine):
     @property
     def capabilities(self) -> Capabilities:
         """Exact, unless the trial before the first responses differed."""
-        return Capabilities(exact=self._mode.exact, max_sampling_mask=None)
+        return Capabilities(exact=self._mode.exact, max_sampling_mask=None, records_experts=True)
 
     def attach(
         self,
@@ -171,6 +174,8 @@ class TransformersEngine(RolloutEngine):
             raise RuntimeError("TransformersEngine.attach has not been called")
         check_seeds(seeds, prompts, num_generations)
         check_format(self, sampling)
+        if sampling.keep_experts:
+            allow_replay(_plain_model(self._policy))
         if isinstance(self.max_batch_size, int) and self.max_batch_size < num_generations:
             raise ValueError(
                 f"engine.max_batch_size is {self.max_batch_size}, fewer than the "
@@ -350,10 +355,12 @@ class TransformersEngine(RolloutEngine):
         eos = sorted(eos_token_ids(model, self._tokenizer))
         cacheable = prompts.media is None and not keeps_states(model)
         prefixes = self._prefixes if cacheable else None
+        record = Record(model) if sampling.keep_experts else None
         continued = None
         if prefixes is not None and num_generations == 1:
-            continued = prefixes.continued(prompts)
-        input_ids, mask, cache = continued or self._begin(mode, prompts, num_generations)
+            continued = prefixes.continued(prompts, record)
+        with recording(record):
+            input_ids, mask, cache = continued or self._begin(mode, prompts, num_generations)
         if cache is None and prefixes is not None:
             cache = DynamicCache(config=model.config)
         width = input_ids.shape[1]
@@ -368,7 +375,7 @@ class TransformersEngine(RolloutEngine):
             eos_token_id=eos,
             pad_token_id=pad_token_id(self._tokenizer),
         )
-        with plain_generation_config(model):
+        with plain_generation_config(model), recording(record):
             sequences: Tensor = model.generate(  # type: ignore[operator]
                 input_ids=input_ids,
                 attention_mask=mask,
@@ -379,8 +386,17 @@ class TransformersEngine(RolloutEngine):
             )
         responses = sampler.responses(sequences[:, width:], stop.ends)
         if prefixes is not None and cache is not None:
-            prefixes.update(cache, sequences, mask, responses)
-        return responses
+            prefixes.update(cache, sequences, mask, responses, record)
+        if record is None:
+            return responses
+        # whether the last token of a response was computed depends on the others
+        ends = [width + len(each.token_ids) - 1 for each in responses]
+        return [
+            replace(each, experts=torch.cat([own[:width][prompt], own[width:end]]))
+            for each, own, prompt, end in zip(
+                responses, record.experts, mask.bool(), ends, strict=True
+            )
+        ]
 
     def _begin(
         self, mode: GenerationMode, prompts: PromptBatch, num_generations: int
@@ -477,6 +493,8 @@ class PrefixCache:
         self._mask = torch.zeros(0, 0, dtype=torch.bool)
         self._prompts: list[int] = []
         """Tokens of each row's prompt."""
+        self._record: Record | None = None
+        """The experts of the cached tokens."""
 
     def update(
         self,
@@ -484,6 +502,7 @@ class PrefixCache:
         sequences: Int[Tensor, "B W"],
         prompt_mask: Int[Tensor, "B P"],
         responses: Sequence[Response],
+        record: Record | None = None,
     ) -> None:
         """Replace the contents by the cache of generated ``sequences``, prompts and responses."""
         self._cache = None
@@ -493,18 +512,20 @@ class PrefixCache:
         behind = torch.arange(sequences.shape[1] - prompt_mask.shape[1], device=sequences.device)
         mask = torch.cat([prompt_mask.bool(), behind < lengths[:, None]], dim=1)
         columns = cache.get_seq_length()
-        self._cache = cache
+        self._cache, self._record = cache, record
         self._ids, self._mask = sequences[:, :columns], mask[:, :columns]
         self._prompts = prompt_mask.sum(dim=1).tolist()
 
-    def continued(self, prompts: PromptBatch) -> tuple[Tensor, Tensor, DynamicCache] | None:
+    def continued(
+        self, prompts: PromptBatch, record: Record | None = None
+    ) -> tuple[Tensor, Tensor, DynamicCache] | None:
         """Return ids and mask of prompts, and the cache of their prefixes; None: some have none.
 
         Ids and mask have gaps where shorter responses ended. Rows that are not continued are
-        dropped.
+        dropped. ``record`` begins with the experts of the prefixes.
         """
         cache, self._cache = self._cache, None
-        if cache is None:
+        if cache is None or (record is None) != (self._record is None):
             return None
         cached = [ids[mask] for ids, mask in zip(self._ids, self._mask, strict=True)]
         rows: list[int] = []
@@ -519,6 +540,8 @@ class PrefixCache:
             new.append(ids[length:])
         chosen = torch.tensor(rows, device=self._ids.device)
         cache.batch_select_indices(chosen)
+        if record is not None and self._record is not None:
+            record.take(self._record, chosen)
         before = self._mask[chosen]
         # not the end of a truncated response
         before &= before.cumsum(dim=1) <= torch.tensor(lengths, device=before.device)[:, None]
@@ -585,6 +608,7 @@ def _prefill(
         rows = torch.arange(len(input_ids), device=input_ids.device)
         cache.reorder_cache(rows.repeat_interleave(copies))  # type: ignore[arg-type]
     repeat_offsets(model, copies)
+    repeat_record(copies)
     return cache
 
 
