@@ -197,11 +197,13 @@ class Forker:
     def __init__(self, be: Be, prepare: Callable[[], object] = lambda: None) -> None:
         self._socket, theirs = socket.socketpair()
         self._lock = threading.Lock()
+        self._is_ready = False
         self._pid = os.fork()
         if self._pid == 0:
             try:
                 self._socket.close()
                 prepare()
+                theirs.sendall(b"\n")
                 fork_for(theirs, be)
             except BaseException:  # noqa: BLE001  the process ends here, whatever it is
                 traceback.print_exc(file=sys.__stderr__)
@@ -212,15 +214,21 @@ class Forker:
     def fork(self, request: dict[str, Any], files: Sequence[int]) -> int:
         """Return the number of a process, which is this one's child."""
         with self._lock:
+            # only then, as all orphans are adopted meanwhile
+            self._is_ready = self._is_ready or self._line() == b"\n"
             _adopt_orphans(True)
             _send(self._socket, request, files)
-            told = b""
-            while not told.endswith(b"\n"):
-                part = self._socket.recv(64)
-                assert part, "the process that forks others has ended"
-                told += part
+            pid = int(self._line())
             _adopt_orphans(False)
-        return int(told)
+        return pid
+
+    def _line(self) -> bytes:
+        told = b""
+        while not told.endswith(b"\n"):
+            part = self._socket.recv(64)
+            assert part, "the process that forks others has ended"
+            told += part
+        return told
 
     def end(self) -> None:
         self._socket.close()
