@@ -4,12 +4,15 @@ An import of all libraries takes as long as a whole tiny run. ``pytest --lanes``
 session; `tests.forked.Popen` asks it for processes. What is lost: all of them share one seed of
 Python's hashes.
 
-A client connects and sends a line of JSON, ``{"arguments": …, "folder":
-…, "environment": …, "session": …}``, with the three standard streams. It is answered with a line
-that has the process id, and when that process has ended with one that has its status, negative for
-a signal.
+A client connects and sends a line of JSON, ``{"arguments": …, "folder": …, "environment": …,
+"session": …, "files": …}``, with the three standard streams. It is answered with a line that has
+the process id, and when that process has ended with one that has its status, negative for a signal.
+With `fork_for` there is one client, whose own children the processes become.
 """
 
+import atexit
+import contextlib
+import gc
 import json
 import logging
 import os
@@ -20,6 +23,7 @@ import sys
 import threading
 import traceback
 import warnings
+from collections.abc import Callable, Collection, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,6 +37,8 @@ _PRELOADED = (
     "matplotlib",
 )
 _LONGEST_REQUEST = 2**20
+Be = Callable[[dict[str, Any], list[int]], NoReturn]
+"""What a forked process does with a request and open files."""
 
 
 def import_deepspeed() -> None:
@@ -46,11 +52,7 @@ def import_deepspeed() -> None:
 
 def serve(listener: socket.socket) -> None:
     """Fork programs until the process that has started this one ends its standard input."""
-    for name in _PRELOADED:
-        import_module(name)
-    import_deepspeed()
-    threads = threading.active_count()
-    assert threads == 1, f"{threads} threads: none of them would be there after a fork"
+    import_all(_PRELOADED)
     # nobody waits for the processes that tell of the end of others
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     own = os.getpid()
@@ -67,16 +69,52 @@ def serve(listener: socket.socket) -> None:
         client.close()
 
 
+def import_all(names: Sequence[str]) -> None:
+    """Import modules for the processes that will be forked."""
+    for name in names:
+        import_module(name)
+    import_deepspeed()
+    threads = threading.active_count()
+    assert threads == 1, f"{threads} threads: none of them would be there after a fork"
+    gc.freeze()  # what all share stays shared
+
+
+def fork_for(
+    client: socket.socket, be: Callable[[dict[str, Any], list[int]], NoReturn]
+) -> NoReturn:
+    """Fork processes that become the client's children, which it must be ready to adopt."""
+    while True:
+        request, streams = _received(client)
+        if not request:
+            os._exit(0)
+        between = os.fork()
+        if between == 0:
+            child = os.fork()
+            if child == 0:
+                be(request, streams)
+            client.sendall(str(child).encode())
+            os._exit(0)
+        os.waitpid(between, 0)  # it is adopted
+        client.sendall(b"\n")
+        for stream in streams:
+            os.close(stream)
+
+
+def _received(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Read a request and its streams; it is empty if the client has gone."""
+    message, streams, *_ = socket.recv_fds(client, _LONGEST_REQUEST, 3)
+    while message and not message.endswith(b"\n"):
+        message += client.recv(_LONGEST_REQUEST)
+    return json.loads(message or "{}"), streams
+
+
 def _attend(client: socket.socket) -> NoReturn:
     """Start a program, wait for it and tell of its end."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    message, streams, *_ = socket.recv_fds(client, _LONGEST_REQUEST, 3)
-    while not message.endswith(b"\n"):
-        message += client.recv(_LONGEST_REQUEST)
+    request, streams = _received(client)
     child = os.fork()
     if child == 0:
-        client.close()
-        _be(json.loads(message), streams)
+        be_program(request, streams)
     for stream in streams:
         os.close(stream)
     try:
@@ -87,13 +125,14 @@ def _attend(client: socket.socket) -> NoReturn:
         os._exit(0)
 
 
-def _be(request: dict[str, Any], streams: list[int]) -> NoReturn:
+def be_program(request: dict[str, Any], streams: Sequence[int]) -> NoReturn:
     """Be ``python arguments``."""
     status = 1
     try:
         if request["session"]:
             os.setsid()
-        for number, stream in enumerate(streams):
+        _part_from_parent([*streams, *request["files"]])
+        for number, stream in enumerate([os.dup(stream) for stream in streams]):
             os.dup2(stream, number)
             os.close(stream)
         for number, name in ((1, "stdout"), (2, "stderr")):
@@ -120,6 +159,22 @@ def _be(request: dict[str, Any], streams: list[int]) -> NoReturn:
         _leave(status)
 
 
+def _part_from_parent(kept: Collection[int]) -> None:
+    """Keep no open files but the standard ones and those given, and no handlers of signals."""
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for file in [int(path.name) for path in Path("/dev/fd").iterdir()]:
+        if file > 2 and file not in (nothing, *kept):
+            with contextlib.suppress(OSError):  # of the list itself
+                os.fstat(file)
+                # not closed: what has the number may close it, and then it must not be another's
+                os.dup2(nothing, file, inheritable=False)
+
+
 def _take_settings_of_the_interpreter() -> None:
     """Do what Python does at its start with variables of the environment."""
     paths = [str(Path.cwd()), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
@@ -133,7 +188,7 @@ def _leave(status: int) -> NoReturn:
     """End as a program does: hooks at exit run, threads are waited for."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]
-        import_module("atexit")._run_exitfuncs()
+        atexit._run_exitfuncs()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

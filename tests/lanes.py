@@ -14,22 +14,31 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import pytest
 
-from tests.fork_server import import_deepspeed
-from tests.forked import fork_server
+from tests.fork_server import import_all, import_deepspeed
+from tests.forked import Forker, fork_programs, fork_server
 
 _SILENCE_LIMIT = 1800.0
 """Seconds without an ended test, after which a unit is ended: longer than any test's time limit."""
 _GUESSES = {"vllm": 60.0, "slow": 10.0}
 """Seconds of a test with that mark, while nothing has been measured."""
+_VLLM = (
+    "vllm.entrypoints.openai.api_server",
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+)
+"""What takes a quarter of a minute to import, and is imported once for all tests of vLLM."""
 _SHARED_BY_ALL = ("", "tests")
 """Where fixtures are cheap to make again: pytest itself and ``tests/conftest.py``."""
 
@@ -104,6 +113,7 @@ class _Lanes:
         self._factory: Any = session.config._tmp_path_factory  # type: ignore[attr-defined]
         self._folder: Path = self._factory.getbasetemp()
         self._started = 0
+        self._vllm: Forker | None = None
 
     def run(self) -> None:
         """Run all units, and hand their reports to the session."""
@@ -116,9 +126,13 @@ class _Lanes:
         )
         try:
             with fork_server(self._folder) if needs_server else contextlib.nullcontext():
+                if any(unit.starts_vllm for unit in self._waiting) and _can_fork_vllm():
+                    self._vllm = Forker(self._be_with_vllm, _import_vllm)
                 self._go_through_the_queue()
         finally:
             gc.unfreeze()
+            if self._vllm is not None:
+                self._vllm.end()
             for unit in self._running.values():
                 _kill(unit)
             self._cache.set("lanes/seconds", self._measured | self._spent)
@@ -155,16 +169,27 @@ class _Lanes:
     def _start(self, unit: _Unit) -> None:
         ours, theirs = Pipe(duplex=False)
         self._started += 1
+        folder = self._folder / f"unit{self._started}"
         sys.stdout.flush()
         sys.stderr.flush()
-        unit.pid = os.fork()
+        if unit.starts_vllm and self._vllm is not None:
+            named = {"items": [item.nodeid for item in unit.items], "folder": folder.name}
+            unit.pid = self._vllm.fork(named, [theirs.fileno()])
+        else:
+            unit.pid = os.fork()
         if unit.pid == 0:
             ours.close()
-            self._factory._basetemp = self._folder / f"unit{self._started}"
-            _be(unit, self._config, theirs)
+            _be(unit, self._config, theirs, folder)
         theirs.close()
         unit.heard = time.monotonic()
         self._running[ours] = unit
+
+    def _be_with_vllm(self, named: dict[str, Any], files: list[int]) -> NoReturn:
+        """Be the process of a unit, forked from the one that has imported vLLM."""
+        items = {item.nodeid: item for item in self._session.items}
+        unit = _Unit("", [items[name] for name in named["items"]])
+        parent = Connection(*files, readable=False)
+        _be(unit, self._config, parent, self._folder / named["folder"], fork_programs)
 
     def _listen(self) -> None:
         for connection in wait(list(self._running), timeout=10.0):
@@ -223,6 +248,21 @@ class _Lanes:
             self._waiting.append(_Unit(unit.name, unit.items))
 
 
+def _can_fork_vllm() -> bool:
+    """Whether it is installed, and for a CPU: a fork could not use a GPU."""
+    from lrlhf.rollout.vllm.vllm_base import is_cpu  # noqa: PLC0415  loads torch
+
+    return find_spec("vllm") is not None and is_cpu()
+
+
+def _import_vllm() -> None:
+    from lrlhf.rollout.vllm.vllm_base import import_vllm  # noqa: PLC0415
+
+    with warnings.catch_warnings(action="ignore"):
+        import_vllm()
+        import_all(_VLLM)
+
+
 def _kill(unit: _Unit) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(unit.pid, signal.SIGKILL)
@@ -244,12 +284,20 @@ class _Teller:
         self.reports.append(hook.pytest_report_to_serializable(config=self._config, report=report))
 
 
-def _be(unit: _Unit, config: pytest.Config, parent: Connection) -> NoReturn:
+def _be(
+    unit: _Unit,
+    config: pytest.Config,
+    parent: Connection,
+    folder: Path,
+    prepare: Callable[[], None] = lambda: None,
+) -> NoReturn:
     """Be the process of a unit."""
     status = 1
     try:
         os.setsid()
-        config._tmp_path_factory._basetemp.mkdir()  # type: ignore[attr-defined]
+        prepare()
+        folder.mkdir()
+        config._tmp_path_factory._basetemp = folder  # type: ignore[attr-defined]
         _use_streams_of_its_own(config)
         teller = _Teller(config)
         config.pluginmanager.register(teller)

@@ -23,6 +23,19 @@ def test_one(shared): assert shared == os.getpid()
 @pytest.mark.parametrize("way", [1])
 def test_another(shared, way): assert shared == os.getpid()
 """
+PROGRAMS = """
+import os, subprocess, sys
+from lrlhf.process_guard import guarded
+from tests.forked import fork_programs
+sys.state = "inherited"
+fork_programs()
+worker = "import multiprocessing as m, sys; p = m.get_context('spawn').Process(target=exec, args=("
+worker += "'import sys; print(sys.state, flush=True)',)); p.start(); p.join(); sys.exit(p.exitcode)"
+parent = "import os, sys; print(sys.state, os.getppid() == int(sys.argv[1])); sys.exit(3)"
+child = subprocess.run([sys.executable, "-c", parent, str(os.getpid())], check=False)
+guard = subprocess.Popen(guarded([sys.executable, "-c", worker], grace=1.0), start_new_session=True)
+print(child.returncode, guard.wait())
+"""
 
 
 def test_reports_of_all_processes_come_together(tmp_path: Path) -> None:
@@ -42,3 +55,10 @@ def test_reports_of_all_processes_come_together(tmp_path: Path) -> None:
     assert "2 failed, 5 passed, 1 skipped" in done.stdout
     assert "ended with status -9 while the test ran" in done.stdout
     assert "printed" in done.stdout
+
+
+def test_what_a_forked_program_starts_is_forked_too() -> None:
+    """A guard, which must be its starter's child, the program under it, and a worker of that."""
+    command = [sys.executable, "-c", PROGRAMS]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["inherited True", "inherited", "3 0"], done.stderr

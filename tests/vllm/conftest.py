@@ -19,7 +19,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.vllm)
             # vLLM's own imports warn in many ways
             item.add_marker(pytest.mark.filterwarnings("ignore"))
-            # a server imports vLLM three times: half a minute, or several on a busy machine
+            # without lanes a server imports vLLM three times: minutes on a busy machine
             item.add_marker(pytest.mark.timeout(1500))
 
 

@@ -1,6 +1,7 @@
 """A run whose server takes new weights while it generates for later iterations."""
 
 import itertools
+import subprocess
 import time
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from lrlhf.modules import RLOO
 from lrlhf.rewards import Rewards
 from lrlhf.rollout import Sampling, VLLMServerEngine
 from lrlhf.rollout.rollout_queue import RolloutQueue
+from tests.forked import NewProgram
 from tests.modules.policy_runs import Watcher, fit, letters, sgd
 from tests.vllm.models import GENERATED, build_policy, client_of, counted, new_server
 
@@ -54,6 +56,8 @@ def begin_before_the_next_push(server: VLLMServerEngine, monkeypatch: pytest.Mon
 def test_no_token_of_a_server_is_older_than_allowed(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # with the command line itself, which other tests fork
+    monkeypatch.setattr(subprocess, "Popen", NewProgram)
     server, watcher = new_server(tmp_path, max_num_seqs=2), Watcher()
     begin_before_the_next_push(server, monkeypatch)
     module = RLOO(
