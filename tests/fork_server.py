@@ -23,21 +23,22 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-_PRELOADED = (
+PRELOADED = (
+    "lrlhf.cli.application",
     "lrlhf.cli.commands",
     "lrlhf.modules",
     "lrlhf.datamodules",
     "peft",
     "datasets",
     "torchmetrics.functional",
-    "matplotlib",
+    "matplotlib.backends.backend_agg",
 )
 _LONGEST_REQUEST = 2**20
 
 
 def serve(listener: socket.socket) -> None:
     """Fork programs until the process that has started this one ends its standard input."""
-    for name in _PRELOADED:
+    for name in PRELOADED:
         import_module(name)
     threads = threading.active_count()
     assert threads == 1, f"{threads} threads: none of them would be there after a fork"

@@ -17,12 +17,15 @@ import traceback
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import pytest
 
+from tests.fork_server import PRELOADED
 from tests.forked import fork_server
 
 _SILENCE_LIMIT = 1800.0
@@ -106,6 +109,8 @@ class _Lanes:
 
     def run(self) -> None:
         """Run all units, and hand their reports to the session."""
+        if len(self._waiting) > 1 and "torch" in sys.modules:
+            _preload()
         gc.collect()
         # what all processes share stays shared
         gc.freeze()
@@ -219,6 +224,14 @@ class _Lanes:
         self._take(unit, _Ended(item.nodeid, item.location, [data]))
         if unit.items:
             self._waiting.append(_Unit(unit.name, unit.items))
+
+
+def _preload() -> None:
+    """Import what units would import, each for itself."""
+    # accelerate imports it to save a model; where there is a GPU it sets CUDA up, which ends forks
+    more = () if import_module("torch").cuda.is_available() else ("deepspeed",)
+    for name in filter(find_spec, (*PRELOADED, *more)):
+        import_module(name)
 
 
 def _kill(unit: _Unit) -> None:
