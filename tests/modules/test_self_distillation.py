@@ -152,7 +152,6 @@ def test_in_the_loss_the_step_is_down_the_divergence_of_informed_rows(
         ({}, lambda _: None),
         ({"placement": "loss"}, lambda _: " \n"),
     ],
-    ids=["prompt", "null", "blank", "none", "blank of a function"],
 )
 def test_without_context_the_term_is_exactly_0(taught, form: Any, context: Any) -> None:
     rows = [{**row, "answer": ""} for row in ROWS]
