@@ -29,12 +29,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-_PRELOADED = (
+PRELOADED = (
     "lrlhf.cli.application",
     "peft",
     "datasets",
     "torchmetrics.functional",
-    "matplotlib",
+    "matplotlib.backends.backend_agg",
 )
 _LONGEST_REQUEST = 2**20
 Be = Callable[[dict[str, Any], list[int]], NoReturn]
@@ -52,7 +52,7 @@ def import_deepspeed() -> None:
 
 def serve(listener: socket.socket) -> None:
     """Fork programs until the process that has started this one ends its standard input."""
-    import_all(_PRELOADED)
+    import_all(PRELOADED)
     # nobody waits for the processes that tell of the end of others
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     own = os.getpid()

@@ -18,6 +18,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import pytest
 
-from tests.fork_server import import_all, import_deepspeed
+from tests.fork_server import PRELOADED, import_all, import_deepspeed
 from tests.forked import Forker, fork_programs, fork_server
 
 _SILENCE_LIMIT = 1800.0
@@ -117,7 +118,11 @@ class _Lanes:
 
     def run(self) -> None:
         """Run all units, and hand their reports to the session."""
-        import_deepspeed()
+        if len(self._waiting) > 1 and "torch" in sys.modules:
+            # else each unit would import it
+            for name in PRELOADED:
+                import_module(name)
+            import_deepspeed()
         gc.collect()
         # what all processes share stays shared
         gc.freeze()

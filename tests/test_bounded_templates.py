@@ -40,31 +40,36 @@ GROWING = [
     f"{doubled}{{% endfor %}}{{{{ n.t | length }}}}"
     for doubled in DOUBLED
 ]
+# 2**50 comparisons, which nothing could interrupt
+COMPARED = [
+    f"{{% set n = namespace(l={opened}, m={opened}) %}}{{% for i in range(50) %}}"
+    f"{{% set n.l = {opened[0]}n.l, n.l{opened[1]} %}}"
+    f"{{% set n.m = {opened[0]}n.m, n.m{opened[1]} %}}{{% endfor %}}{compared}"
+    for opened, compared in (("[]", "{{ n.l == n.m }}"), ("()", "{{ n.l in [n.m] }}"))
+]
 
 
 @pytest.mark.parametrize(
     ("template", "problem"),
     [
         ("{% for i in range(10**9) %}x{% endfor %}", "Range too big"),
-        (LOOPS, "takes longer than 1 s"),
-        (OVER_LETTERS, "takes longer than 1 s"),
-        (ENDLESS, "takes longer than 1 s"),
-        *((template, "16,777,216 letters") for template in GROWING),
-        ("{{ 'a' * 10**10 }}", "more than 16,777,216 letters"),
-        ("{{ 10**9 * 'a' }}", "more than 16,777,216 letters"),
-        ("{{ ([0] * 10**9) | length }}", "more than 16,777,216 letters"),
+        *((template, "takes longer than 0.2 s") for template in (LOOPS, OVER_LETTERS, ENDLESS)),
+        *((template, "1,048,576 letters") for template in [*GROWING, *COMPARED]),
+        ("{{ 'a' * 10**10 }}", "more than 1,048,576 letters"),
+        ("{{ 10**9 * 'a' }}", "more than 1,048,576 letters"),
+        ("{{ ([0] * 10**9) | length }}", "more than 1,048,576 letters"),
         ("{{ 7 ** 7 ** 7 ** 7 }}", "more than 64 bits"),
         ("{{ 99999999999 * 99999999999 }}", "more than 64 bits"),
-        ("{{ 'a' | center(9999999999) }}", "more than 16,777,216 letters"),
-        ("{{ 'a\\nb' | indent(9999999999) }}", "more than 16,777,216 letters"),
-        ("{{ 'a'.ljust(9999999999) }}", "more than 16,777,216 letters"),
+        ("{{ 'a' | center(9999999999) }}", "more than 1,048,576 letters"),
+        ("{{ 'a\\nb' | indent(9999999999) }}", "more than 1,048,576 letters"),
+        ("{{ 'a'.ljust(9999999999) }}", "more than 1,048,576 letters"),
         ("{{ '%9999999999d' % 1 }}", "pads to more"),
         ("{{ '%*d' % (9999999999, 1) }}", "pads to more"),
         ("{{ '%9999999999d' | format(1) }}", "pads to more"),
         ("{{ '{:9999999999}'.format(1) }}", "pads to more"),
         ("{{ '{:{}}'.format('a', 9999999999) }}", "pads to more"),
-        ("{% for x in range(99999) %}{{ messages[0].content }}{% endfor %}", "16,777,216 letters"),
-        ("{# " + "x" * 2**21 + " #}", "16,777,216 letters"),
+        ("{% for x in range(99999) %}{{ messages[0].content }}{% endfor %}", "1,048,576 letters"),
+        ("{# " + "x" * 2**21 + " #}", "1,048,576 letters"),
     ],
 )
 def test_a_template_of_a_stranger_ends(
@@ -73,12 +78,13 @@ def test_a_template_of_a_stranger_ends(
     template: str,
     problem: str,
 ) -> None:
-    monkeypatch.setattr(bounded_templates, "MAX_SECONDS", 1.0)
+    monkeypatch.setattr(bounded_templates, "MAX_LETTERS", 2**20)
+    monkeypatch.setattr(bounded_templates, "MAX_SECONDS", 0.2 if "takes" in problem else 600.0)
     for spelt in (template, template + "{% generation %}{% endgeneration %}"):
         monkeypatch.setattr(tokenizer, "chat_template", spelt)
         with pytest.raises(BadRow) as refused:
             ChatFormat(tokenizer).render_spans(CHAT, {})
-        assert any(part in str(refused.value.detail) for part in problem.split("|"))
+        assert problem in str(refused.value.detail)
     # nothing is left that would be raised in the next
     monkeypatch.setattr(tokenizer, "chat_template", CHAT_TEMPLATE)
     for _ in range(3):
@@ -91,16 +97,7 @@ LONG = "{% set a = 'x' * 2000000 %}"
 @pytest.mark.parametrize(
     "template",
     [
-        *(
-            f"{{{{ 'a'.encode().{call} | length }}}}"
-            for call in (
-                "ljust(600000000)",
-                "center(600000000)",
-                "expandtabs(600000000)",
-                "join([])",
-                "replace('a', 'b')",
-            )
-        ),
+        "{{ 'a'.encode().ljust(600000000) | length }}",
         "{{ ('a' | attr('encode'))() }}",
         "{{ 'a'['encode']() }}",
         "{{ (1).to_bytes(600000000, 'big') | length }}",
@@ -144,18 +141,9 @@ LONG = "{% set a = 'x' * 2000000 %}"
             f"{{{{ ('x' * 6000000) | {to_list} | list | length }}}}"
             for to_list in ("list", "sort", "unique", "batch(2)", "slice(2)")
         ),
-        *(
-            f"{{% set n = namespace(l={opened}, m={opened}) %}}{{% for i in range(50) %}}"
-            f"{{% set n.l = {opened[0]}n.l, n.l{opened[1]} %}}"
-            f"{{% set n.m = {opened[0]}n.m, n.m{opened[1]} %}}{{% endfor %}}{compared}"
-            for opened in ("[]", "()")
-            for compared in ("{{ n.l == n.m }}", "{{ n.l is eq(n.m) }}", "{{ n.l in [n.m] }}")
-        ),
         "{{ strftime_now('%c' * 6000000) | length }}",
         "{{ '\\\\'" + " | pprint" * 40 + " }}",
         "{{ " + " ~ ".join(["'a' | center(3000000)"] * 30) + " }}",
-        "{% set n = namespace(t=[]) %}{% for x in range(60) %}{% set n.t = [n.t, n.t] %}"
-        "{% endfor %}{{ n.t | tojson }}",
     ],
 )
 def test_no_single_call_makes_much_of_little(
@@ -164,15 +152,12 @@ def test_no_single_call_makes_much_of_little(
     """Such a call ends by itself: the thread that watches could not end it."""
     monkeypatch.setattr(bounded_templates, "MAX_SECONDS", 600.0)
     tracemalloc.start()
-    began = time.process_time()
     try:
         with pytest.raises(TemplateError):
             render_jinja_template([CHAT], chat_template=template)
         assert tracemalloc.get_traced_memory()[1] < 150e6
     finally:
         tracemalloc.stop()
-    # traced, and beside other work, the slowest takes nine seconds; 2**50 comparisons never end
-    assert time.process_time() - began < 60
 
 
 def test_the_templates_of_prompts_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,6 +183,7 @@ def test_threads_are_watched_each_for_itself(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_wait_of_the_machine_is_no_time_of_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_templates, "MAX_LETTERS", 2**20)
     monkeypatch.setattr(bounded_templates, "MAX_SECONDS", 0.2)
     template = BoundedEnvironment().from_string("{{ wait(0.6) }}done")
     assert template.render(wait=lambda seconds: time.sleep(seconds) or "") == "done"

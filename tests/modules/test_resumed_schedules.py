@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from lrlhf.modules import (
     Update,
 )
 from lrlhf.rollout import Sampling
+from tests.matrices import few_of
 from tests.modules.policy_runs import letters
 
 SHORT, LONG = 2, 6
@@ -132,11 +134,15 @@ def run(
     return rates, module.state_dict()
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", MODULES)
+CASES = [(name, "constant") for name in MODULES]
+CASES += [("sft", "warm-up"), ("ppo", "linear"), ("sft", "cosine"), ("rloo", "cosine")]
+
+
+@pytest.mark.parametrize("case", few_of(product(MODULES, SCHEDULES), CASES), ids=" ".join)
 def test_steps_have_the_rates_of_the_run_that_went_through(
-    name: str, schedule: str, model_folder: str, tmp_path: Path
+    case: tuple[str, str], model_folder: str, tmp_path: Path
 ) -> None:
+    name, schedule = case
     build, data, waits = MODULES[name]
     options, rate = SCHEDULES[schedule]
     optimizer = OptimizerConfig(lr=1e-2, **options)

@@ -33,6 +33,7 @@ from lrlhf.rollout import (
 )
 from lrlhf.types import Experience, Rollout
 from tests.conftest import build_language_model
+from tests.matrices import few_of
 from tests.modules.policy_runs import Run, assert_same, sgd
 from tests.modules.test_episode_runs import Letters
 
@@ -125,7 +126,7 @@ def before(run: Run, tokenizer: Any) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("options", SAMPLINGS.values(), ids=SAMPLINGS)
-@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("several", few_of([False, True], [True]))
 def test_the_ratio_is_1_before_the_first_step(
     build, train, tokenizer, options: dict[str, Any], several: bool
 ) -> None:

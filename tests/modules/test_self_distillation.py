@@ -143,11 +143,15 @@ def test_in_the_loss_the_step_is_down_the_divergence_of_informed_rows(
     assert_same(weights(run.module.policy), after, rtol=1e-4, atol=1e-5)
 
 
-@FORMS
 @pytest.mark.parametrize(
-    "context",
-    ["{{ prompt }}", CONTEXT, " {% if answer %}a{% endif %}\n", lambda _: None, lambda _: " \n"],
-    ids=["prompt", "null", "blank", "none", "blank of a function"],
+    ("form", "context"),
+    [
+        ({}, "{{ prompt }}"),
+        ({"placement": "loss"}, CONTEXT),
+        ({"placement": "loss", "top_k": 4}, " {% if answer %}a{% endif %}\n"),
+        ({}, lambda _: None),
+        ({"placement": "loss"}, lambda _: " \n"),
+    ],
 )
 def test_without_context_the_term_is_exactly_0(taught, form: Any, context: Any) -> None:
     rows = [{**row, "answer": ""} for row in ROWS]

@@ -14,6 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from lrlhf.statistics import paired_difference, power, prompts_needed, seeds_needed, variances
+from tests.matrices import few_of
 
 Scores = NDArray[np.float64]
 
@@ -62,7 +63,7 @@ def at_most(share: float, limit: float, trials: int) -> bool:
     return share < limit + 3 * math.sqrt(limit * (1 - limit) / trials)
 
 
-@pytest.mark.parametrize("count", [64, 500])
+@pytest.mark.parametrize("count", few_of([64, 500], [64]))
 @pytest.mark.parametrize("similar", [False, True])
 def test_two_checkpoints_that_are_equal_are_told_apart_in_five_percent(
     count: int, similar: bool
@@ -90,12 +91,13 @@ def bootstrap_rejects(a: Scores, b: Scores, generator: np.random.Generator) -> b
 
 
 @pytest.mark.parametrize(
-    ("seed_spread", "own_taste"), [(0.0, 0.0), (0.03, 0.0), (0.08, 0.0), (0.08, 0.2)]
+    "spread", few_of([(0.0, 0.0), (0.03, 0.0), (0.08, 0.0), (0.08, 0.2)], [(0.0, 0.0), (0.08, 0.2)])
 )
 @pytest.mark.parametrize("seeds", [2, 3, 5])
 def test_two_recipes_that_are_equal_are_told_apart_in_five_percent(
-    seeds: int, seed_spread: float, own_taste: float
+    seeds: int, spread: tuple[float, float]
 ) -> None:
+    seed_spread, own_taste = spread
     generator = np.random.default_rng(seeds)
     trials, found = 600, 0
     for _ in range(trials):
@@ -139,7 +141,7 @@ def paired_skewed(generator: np.random.Generator, count: int) -> tuple[Scores, S
     return a, b * (1 + 0.3 / mean)
 
 
-@pytest.mark.parametrize("count", [64, 500])
+@pytest.mark.parametrize("count", few_of([64, 500], [64]))
 @pytest.mark.parametrize(("pair", "gain"), [(paired_binary, 0.08), (paired_skewed, 0.3)])
 def test_intervals_hold_the_truth_in_95_percent(count: int, pair: Any, gain: float) -> None:
     generator = np.random.default_rng(count)
