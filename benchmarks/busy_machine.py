@@ -71,7 +71,7 @@ def _step(threads: int, policy: str, steps: int) -> float:
         text=True,
         check=True,
     )
-    return float(json.loads(done.stdout.splitlines()[-1])[-1])
+    return float(json.loads(done.stdout.splitlines()[-1])[0])
 
 
 def _say(text: str) -> None:

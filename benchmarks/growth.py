@@ -6,7 +6,7 @@ floating-point operations (`lrlhf.models.flops`) the exponent is the slope of a 
 the logarithms: 1 is proportional. Seconds that grow faster than operations are a defect, or a
 processor that leaves its cache.
 
-Seconds are the processor's, so that ranks may share cores: each of them trains on prompts of its
+Ranks may share cores, so their seconds are the processor's: each of them trains on prompts of its
 own (DDP over gloo), and what it computes should not grow. Turns are those of `trl_turns.py`:
 responses of one prompt, each of several turns with text of the environment between them.
 
@@ -20,11 +20,12 @@ import importlib
 import json
 import math
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,13 +60,11 @@ class Point(NamedTuple):
 
     value: int
     seconds: float
-    """Of the processor, in one rank, for a step; median over the steps."""
+    """Of a step, median over the steps; of ranks: the processor's, in one of them."""
     memory: float
     """MiB above the loaded model."""
     flops: float
     """Of the update: forward and backward passes, each prompt once."""
-    elapsed: float
-    """Seconds of the same step that passed meanwhile."""
 
 
 def main() -> None:
@@ -113,18 +112,18 @@ def _run(setting: dict[str, int], name: str, steps: int) -> Point:
     return Point(setting[name], *json.loads(done.stdout.splitlines()[-1]))
 
 
-def _measure(setting: dict[str, int], steps: int) -> tuple[float, float, float, float]:
+def _measure(setting: dict[str, int], steps: int) -> tuple[float, float, float]:
     sys.path.insert(0, str(HERE))
     return (_gradients_of_turns if setting["turns"] else _steps_of_rloo)(setting, steps)
 
 
-def _gradients_of_turns(setting: dict[str, int], steps: int) -> tuple[float, float, float, float]:
+def _gradients_of_turns(setting: dict[str, int], steps: int) -> tuple[float, float, float]:
     turns, measure = map(importlib.import_module, ("trl_turns", "trl_measure"))
     ids, sampled = turns.rows(setting["generations"], setting["turns"])
     policy = turns.model().train()
     memory = measure.Memory(policy)
     logprobs = turns.lrlhf_update(policy, ids, sampled)
-    clock = _Seconds()
+    clock = _Seconds(time.perf_counter)
     for _ in range(steps + 1):
         policy.zero_grad()
         clock.on_train_batch_start()
@@ -135,30 +134,26 @@ def _gradients_of_turns(setting: dict[str, int], steps: int) -> tuple[float, flo
 
 
 class _Seconds(L.Callback):
-    """Notes the seconds of every iteration: the processor's, with all threads, and the clock's."""
+    """Notes the seconds of every iteration, by a clock."""
 
-    def __init__(self) -> None:
-        self._before = np.zeros(2)
-        self._found: list[np.ndarray] = []
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._before = clock, 0.0
+        self._found: list[float] = []
 
     def on_train_batch_start(self, *_: object) -> None:
         """Begin an iteration."""
-        self._before = self._now()
+        self._before = self._clock()
 
     def on_train_batch_end(self, *_: object) -> None:
         """End it."""
-        self._found.append(self._now() - self._before)
+        self._found.append(self._clock() - self._before)
 
-    def _now(self) -> np.ndarray:
-        return np.array([time.process_time(), time.perf_counter()])
-
-    def point(self, memory: Mapping[str, float], flops: float) -> tuple[float, float, float, float]:
+    def point(self, memory: Mapping[str, float], flops: float) -> tuple[float, float, float]:
         """Return what `Point` has beside its value; the first iteration does not count."""
-        seconds, elapsed = np.median(self._found[1:], axis=0)
-        return float(seconds), memory["training"], flops, float(elapsed)
+        return statistics.median(self._found[1:]), memory["training"], flops
 
 
-def _steps_of_rloo(setting: dict[str, int], steps: int) -> tuple[float, float, float, float]:
+def _steps_of_rloo(setting: dict[str, int], steps: int) -> tuple[float, float, float]:
     models, rloo = map(importlib.import_module, ("trl_models", "trl_rloo"))
     models.SIZES["growth"] = {
         "hidden_size": 256,
@@ -185,7 +180,7 @@ def _steps_of_rloo(setting: dict[str, int], steps: int) -> tuple[float, float, f
         )
         rloo.prepare(options, folder)
         options.steps = steps
-        clock = _Seconds()
+        clock = _Seconds(time.process_time if setting["ranks"] > 1 else time.perf_counter)
         run = rloo.run_lrlhf(options, folder, [clock], ranks=setting["ranks"])
         policy = rloo.lrlhf_policy(options, folder)
     sizes = [setting[name] for name in ("prompts", "prompt_length", "generations", "new_tokens")]

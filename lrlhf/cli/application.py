@@ -71,8 +71,8 @@ class Application(Commands):
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self._arguments = list(arguments)
-        every, name = self.subcommands(), self._arguments[0]
-        wanted = {name: every[name]} if name in every else every  # a parser takes long to build
+        name = self._arguments[0]
+        wanted = {name: self.subcommands()[name]}  # a parser takes long to build
         self.subcommands = lambda: wanted  # type: ignore[method-assign]
         read_whole_numbers_as_such()
         write_defaults_as_text()

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from peft import PeftModel
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lrlhf.models.experts import has_experts
 from lrlhf.models.heads import body_of, plain_model
 
 
@@ -111,14 +111,21 @@ def allow_replay(model: PreTrainedModel | PeftModel) -> None:
     """Let a model's layers, in place, take a `Replay`, and its routers be recorded.
 
     Raises:
-        ValueError: It has no experts, or routers that are no modules of their own.
+        ValueError: It has no experts, or routers that are no modules of their own, or that LoRA
+            trains a copy of.
     """
     plain = plain_model(model)
-    routers, experts = _routers(plain), has_experts(plain)
-    if not experts or not routers:
-        lack = "routers that are modules of their own" if experts else "experts"
+    routers = _routers(plain)
+    if not routers:
         raise ValueError(
-            f"update.replay_routing: {type(plain).__name__} has no {lack}; set it to false"
+            f"update.replay_routing: {type(plain).__name__} has no experts, or none whose routers "
+            "are modules of their own; set it to false"
+        )
+    copied = [each for each in plain.modules() if isinstance(each, AuxiliaryTrainingWrapper)]
+    if any(part in routers for each in copied for part in each.modules()):
+        raise ValueError(
+            "update.replay_routing: there are two routers per layer; leave them out of the "
+            "policy's lora.modules_to_save"
         )
     for layer in _layers(plain):
         layer.forward = MethodType(_through_layer, layer)

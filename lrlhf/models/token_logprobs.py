@@ -137,6 +137,7 @@ def sequence_values(
     batch: SequenceBatch,
     *,
     train_backbone: bool = True,
+    replay: bool = False,
 ) -> Float[Tensor, "B T"]:
     """Compute the value of the state in which each response token was chosen.
 
@@ -145,6 +146,7 @@ def sequence_values(
         head: From hidden states ``[N, H]`` to values ``[N]``.
         batch: Tokens outside ``attention_mask`` are invisible, wherever they are.
         train_backbone: False: only the head's gradient is kept track of.
+        replay: Send tokens through the batch's ``routed_experts``, if any, see `allow_replay`.
 
     Returns:
         ``[B, T]``, aligned with the tokens like log-probabilities: column t is the value before
@@ -152,7 +154,7 @@ def sequence_values(
     """
     with torch.set_grad_enabled(train_backbone and torch.is_grad_enabled()):
         plain = plain_model(backbone)
-        body = within(backbone, lambda: predicting_states(plain, batch))
+        body = within(backbone, lambda: predicting_states(plain, batch, replay=replay))
     return body.spread(head(body.predicting))
 
 

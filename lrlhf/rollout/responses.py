@@ -219,7 +219,8 @@ def _experts(responses: Sequence[Response], rollout: Rollout) -> Int[Tensor, "B 
 def _ends(rollout: Rollout) -> list[int]:
     """Return the column of the last sampled token of each row."""
     columns = torch.arange(rollout.input_ids.shape[1], device=rollout.input_ids.device)
-    return [int(end) for end in (columns * rollout.response_mask).amax(dim=1)]
+    ends: list[int] = (columns * rollout.response_mask).amax(dim=1).tolist()
+    return ends
 
 
 def _row(context: Tensor, response: Response, device: torch.device) -> Iterator[Tensor]:
@@ -250,7 +251,8 @@ def responses_of(rollout: Rollout, prompts: PromptBatch) -> list[Response]:
     """Return the responses of a rollout without forks: the inverse of `assemble_rollout`."""
     versions, masses, mixed = rollout.weight_version, rollout.kept_mass, rollout.token_versions
     masks = rollout.sampling_mask and rollout.sampling_mask.rows()
-    experts, ends = rollout.routed_experts, _ends(rollout)
+    experts = rollout.routed_experts
+    ends = [] if experts is None else _ends(rollout)
 
     def segment(row: int, run: Run) -> Segment:
         columns = slice(run.start, run.end)

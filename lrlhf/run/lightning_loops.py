@@ -61,7 +61,8 @@ def count_iterations_as_steps(trainer: L.Trainer) -> None:
 
 class _LoggedValue(_ResultMetric):
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        if not isinstance(self.value, Tensor) or args != (self.value.device,) or kwargs:
+        value = getattr(self, "value", None)  # a metric that was logged is not there at first
+        if not isinstance(value, Tensor) or args != (value.device,) or kwargs:
             super().to(*args, **kwargs)
         return self
 

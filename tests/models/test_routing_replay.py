@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import Tensor
@@ -282,11 +283,18 @@ def test_experts_are_replayed_only_where_that_is_asked_for() -> None:
     assert torch.equal(replayed(model, replace(batch, routed_experts=None)), free)
 
 
+def with_copied_routers(name: str) -> peft.PeftModel:
+    adapters = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=[name])
+    return peft.get_peft_model(experts_of("mixtral"), adapters)
+
+
 @pytest.mark.parametrize(
     ("model", "lack"),
     [
-        (lambda: seeded(llama), "LlamaForCausalLM has no experts"),
-        (lambda: tiny_model("jamba"), "JambaForCausalLM has no routers that are modules"),
+        (lambda: seeded(llama), "LlamaForCausalLM has no experts, or none whose routers"),
+        (lambda: tiny_model("jamba"), "JambaForCausalLM has no experts, or none whose routers"),
+        (lambda: with_copied_routers("gate"), "there are two routers per layer"),
+        (lambda: with_copied_routers("mlp"), "there are two routers per layer"),
     ],
 )
 def test_models_without_routers_are_refused(model: Any, lack: str) -> None:

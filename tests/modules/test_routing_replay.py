@@ -77,7 +77,8 @@ def assert_recorded(model: PreTrainedModel, rollout: Rollout) -> None:
     assert recorded(rollout).dtype == torch.int16
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+# the last has layers with a state, which a pass before the first clears
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen3_5_moe_text"])
 @pytest.mark.parametrize("size", [None, 4])
 def test_the_engine_records_what_a_forward_pass_chooses(
     build, train, policy, family: str, size: int | None
@@ -134,6 +135,14 @@ def test_a_moved_policy_replays_and_its_reference_chooses_freely(
     assert (own - free).abs().max() > 0.1
     assert_close(experience.policy_logprobs, own, rtol=1e-4, atol=1e-5)
     assert_close(experience.ref_logprobs, free, rtol=1e-4, atol=1e-5)
+    # a head reads that backbone, also as long as the policy is frozen
+    frozen = Update(replay_routing=True, freeze_steps=1, num_iterations=1, num_minibatches=1)
+    module = build(moved, kind=PPO, update=frozen, optimizer=sgd(1e-9))
+    for weight in module.values.head.parameters():
+        torch.nn.init.normal_(weight)
+    frozen_run = train(module, data=data)
+    old = frozen_run.experience.values[frozen_run.experience.value_mask]
+    assert frozen_run.logged["value/mean"] == pytest.approx(float(old.mean()), rel=1e-4)
     # without the option nothing of it is left
     plain = train(build(moved, reference=NO_KL), data=data)
     assert plain.experience.routed_experts is None

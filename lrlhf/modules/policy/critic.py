@@ -172,7 +172,8 @@ class CriticStep:
         if self._critic.network is not None:
             values: Tensor = self._critic.network(micro)
             return values
-        return sequence_values(self._policy, self._critic.head, micro, train_backbone=False)
+        head = self._critic.head
+        return sequence_values(self._policy, head, micro, train_backbone=False, replay=True)
 
     def read_backbone(self, hidden: Tensor) -> Tensor:
         """Compute values whose loss reaches the backbone with its own weight, 0 by default."""

@@ -409,7 +409,8 @@ class TransformersEngine(RolloutEngine):
         if keeps_states(model):
             # a pass without cache clears the states of RecurrentGemma's layers, which a prompt of
             # one token would else continue
-            model.base_model(input_ids=input_ids[:, :1], use_cache=False)
+            with recording(None):
+                model.base_model(input_ids=input_ids[:, :1], use_cache=False)
         cache = _prefill(
             model,
             input_ids,
