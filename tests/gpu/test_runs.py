@@ -27,6 +27,7 @@ from lrlhf.modules import (
     Update,
 )
 from lrlhf.rewards import LearnedReward, ProcessReward, Rewards
+from lrlhf.run import seed_everything_for
 from tests.modules.conftest import (  # noqa: F401  fixtures
     build,
     collate,
@@ -215,3 +216,15 @@ def test_bfloat16_is_the_default_and_learns(build, prompts, tmp_path, accelerato
     after = weights(module)
     assert all(weight.dtype == torch.float32 for weight in module.policy.parameters())
     assert any(not torch.equal(before[name], after[name].cpu()) for name in before)
+
+
+@pytest.mark.gpu_lines("lrlhf.run.seeding.seed_everything_for")
+def test_a_seed_is_that_of_the_device_too() -> None:
+    def drawn(*where: int) -> list[float]:
+        seed_everything_for(1, *where)
+        numbers: list[float] = torch.rand(8, device="cuda").tolist()
+        return numbers
+
+    first = drawn(2)
+    assert drawn(3) != first
+    assert drawn(2) == first
