@@ -80,9 +80,7 @@ def import_all(names: Sequence[str]) -> None:
     gc.freeze()  # what all share stays shared
 
 
-def fork_for(
-    client: socket.socket, be: Callable[[dict[str, Any], list[int]], NoReturn]
-) -> NoReturn:
+def fork_for(client: socket.socket, be: Be) -> NoReturn:
     """Fork processes that become the client's children, which it must be ready to adopt."""
     while True:
         request, streams = _received(client)
